@@ -9,6 +9,8 @@ xLSTM's write with exp(-10). No retrieval is learnt from there. Here projections
 - xLSTM writes with a strength about 1, and its heads forget between a third and a four-hundredth of what they hold. Its first
   layer forgets sooner and, where queries and keys have biases, begins as an average of the last few tokens, as a convolution
   would: there is none, and what the second layer could retrieve has to be gathered first;
+- Mamba-2 inside hybrids (Granite 4, Nemotron-H) has convolutions with as little weight as its projections, which gather
+  nothing, and may forget within a token: both begin as in Mamba-2's own class;
 - MiniMax's decays are fixed by its class.
 """
 
@@ -17,6 +19,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.models.mamba.modeling_mamba import MambaMixer
+from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
 
 STEPS = 0.001, 0.1
 FORGET = 1.0, 6.0  # of the first head, and of the last: what stands before the sigmoid
@@ -35,6 +39,9 @@ def start_mixers(model: Any) -> None:
             _start_projections(mixer, model.config)
             _start_gates(mixer, first=not layers)
             layers += 1
+        elif hasattr(mixer, "ssm_state_size") and not isinstance(mixer, MambaMixer | Mamba2Mixer):
+            nn.init.kaiming_uniform_(mixer.conv1d.weight, a=math.sqrt(5))
+            _start_decay(mixer)
         elif hasattr(mixer, "slope_rate") or hasattr(mixer, "forget_gate"):
             _start_projections(mixer, model.config)
 

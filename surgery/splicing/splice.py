@@ -3,7 +3,7 @@
 The base's tensors are shared, never copied and never written: a hybrid costs the memory of its grafts, and unsplice is exact.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -232,10 +232,16 @@ def grafted_mixer(hybrid: Hybrid, layer: int) -> Any:
 
 def graft_parameters(hybrid: Any) -> dict[str, nn.Parameter]:
     """The parameters that splice added, by name."""
+    is_added = added(hybrid)
+    return {name: p for name, p in hybrid.named_parameters() if is_added(name)}
+
+
+def added(hybrid: Any) -> Callable[[str], bool]:
+    """Whether what has some name in a hybrid is in a graft that splice added, and not in one of its base."""
     beneath = tuple(
         hybrid.block_name(spec["layer"]) for spec in getattr(hybrid.config, "grafts", None) or () if spec.get("of_base")
     )
-    return {name: p for name, p in hybrid.named_parameters() if ".graft." in name and not name.startswith(beneath)}
+    return lambda name: ".graft." in name and not name.startswith(beneath)
 
 
 def _tensors(model: PreTrainedModel) -> dict[str, Tensor]:

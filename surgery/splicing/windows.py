@@ -20,7 +20,7 @@ def grafts_of_base(base: PreTrainedModel) -> list[dict[str, Any]]:
 
 def grafts_beneath(config: Any) -> list[dict[str, Any]]:
     """The entries that the base of a hybrid has, of the hybrid's configuration."""
-    grafts = [spec for spec in config.grafts or () if spec.get("of_base")]
+    grafts = [spec for spec in getattr(config, "grafts", None) or () if spec.get("of_base")]
     return [{name: value for name, value in spec.items() if name != "of_base"} for spec in grafts]
 
 

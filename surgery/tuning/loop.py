@@ -100,6 +100,8 @@ def started_run(
     }
     adapting = adapted(model, options.lora, seed=seed, out=out if layers is None else None)
     with writing(out), adapting, training(model, trainable(model, layers), teacher) as trained:
+        if not trained:
+            raise UserError("there is nothing to tune: windows have no weights; adapters would learn beside them (tune.lora)")
         checkpoints = Checkpoints(out, trained, settings)
         state = checkpoints.begin(State(), resume=resume)
         yield TuningRun(model, tokenizer, teacher, trained, options, data, seed, checkpoints, state, description)

@@ -29,7 +29,7 @@ from surgery.records.record import write_text
 from surgery.runtime.ownership import building, check_ours, reason
 from surgery.runtime.processes import is_main
 from surgery.runtime.progress import say
-from surgery.splicing.splice import graft_parameters
+from surgery.splicing.splice import added, graft_parameters
 
 if TYPE_CHECKING:
     from peft import LoraConfig  # it takes a second to import, and runs without adapters need none of it
@@ -111,22 +111,22 @@ def matches(model: PreTrainedModel, options: Lora) -> list[Match]:
     )
     modules: dict[str, Any] = dict(model.named_modules())
     blocks = next(name for name, module in modules.items() if module is model.base_model.layers) + "."
-    in_use = _modules_called(model)
+    in_use, is_added = _modules_called(model), added(model)
     adaptable = [
         name
         for name, module in modules.items()
-        if name.startswith(blocks) and ".graft." not in name and isinstance(module, nn.Linear) and name in in_use
+        if name.startswith(blocks) and not is_added(name) and isinstance(module, nn.Linear) and name in in_use
     ]
     matched: dict[str, Match] = {}
     for target, rank in targets.items():
         named = [name for name in modules if f".{name}".endswith(f".{target}")]
-        own = [name for name in named if name.startswith(blocks) and ".graft." not in name]
+        own = [name for name in named if name.startswith(blocks) and not is_added(name)]
         refused = f"tune.lora.target_modules: '{target}'"
         choice = f"; there are {', '.join(sorted({name.rpartition('.')[2] for name in adaptable}))}"
         if not named:
             raise UserError(f"{refused} matches no module{choice}")
         if not own:
-            where = "is only in grafts, which are trained whole" if ".graft." in named[0] else "is outside the blocks"
+            where = "is only in grafts, which are trained whole" if is_added(named[0]) else "is outside the blocks"
             raise UserError(f"{refused} {where}{choice}")
         for name in own:
             if name not in in_use:

@@ -63,4 +63,10 @@ def same_tensors_and_type(ours: nn.Module, theirs: nn.Module | None) -> bool:
     """Whether a module of the student and one of the teacher compute the same, now and after training."""
     if type(ours) is not type(theirs) or theirs is None or is_trained(ours):
         return False
-    return same_tensors(ours, theirs)
+    return same_tensors(ours, theirs) and _windows(ours) == _windows(theirs)
+
+
+def _windows(module: nn.Module) -> list[Any]:
+    """Of the attention in it (hybrids/windows.py): they are no tensors, and a block's class does not tell."""
+    held = (vars(part).get("windows") or vars(part).get("window") for part in module.modules())
+    return [windows for windows in held if windows]

@@ -5,6 +5,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
 import surgery
@@ -22,9 +23,10 @@ from surgery.records.recipe import Data, PlanOptions, Tune
 from surgery.records.record import provenance
 from surgery.records.site import Site
 from surgery.splicing.load import load
-from surgery.splicing.splice import graft_parameters, splice, unsplice
+from surgery.splicing.splice import adopt, graft_parameters, splice, unsplice
 from surgery.splicing.windows import attention_groups
 from surgery.statistics import Intervals
+from surgery.tuning.distil import Distillation
 from tests.conftest import ROOT, but_slow, subject
 from tests.surgery.stock_bases import CONFIGURATIONS, base_of
 
@@ -161,6 +163,48 @@ def test_a_cache_holds_what_was_said(tokens):
         cache.layers[0].crop(-1)
     with pytest.raises(ValueError, match="filled by a model without windows"):
         hybrid(tokens[:, :1], past_key_values=base(tokens, use_cache=True).past_key_values)
+
+
+class Largest(TorchDispatchMode):
+    """The elements of the largest tensor that is made meanwhile."""
+
+    seen = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        for part in made if isinstance(made, tuple | list) else (made,):
+            self.seen = max(self.seen, part.numel() if isinstance(part, torch.Tensor) else 0)
+        return made
+
+
+def test_a_prompt_of_8192_tokens_takes_the_memory_that_was_said():
+    """The cache is said by shorter prompts; and no window's scores of all pairs of tokens exist at once."""
+    base, tokens = load(str(HYBRID)).model, 8192
+    one, both = (splice(base, plan_of(sites, length=16)) for sites in ("L2.H1", "L2.H0,1"))
+    held = {model: cache_bytes(prefilled(model, tokens)) for model in (base, one)}
+    with Largest() as largest:
+        held[both] = cache_bytes(prefilled(both, tokens))
+    assert largest.seen < tokens**2 / 8
+    assert [*held.values()] == [cache_after(model, tokens) for model in held]
+    forgotten = 2 * 64 * 4 * (tokens - FIRST - 16 + 1)  # bytes of the keys and values of one head
+    assert held[base] - held[one] == held[one] - held[both] == forgotten
+
+
+def test_windows_are_tuned_by_adapters_against_a_teacher_that_forgets_nothing():
+    base = load(str(HYBRID))
+    few = {"steps": 1, "batch_size": 2, "text_batch_size": 1, "lessons": [{"probe": "kv", "options": {"pairs": 2}}]}
+    hybrid = splice(base, plan_of("L2.H1"))
+    with pytest.raises(UserError, match="windows have no weights; adapters would learn beside them"):
+        surgery.tune(hybrid, base.tokenizer, Tune(**few))
+    teacher = adopt(base.model)
+    assert Distillation(hybrid, teacher).different == [2]
+    ids = torch.arange(40)[None] * 7 % 1600
+    with Distillation(hybrid, teacher).as_teacher() as whole:
+        assert torch.equal(whole(ids).logits, base.model(ids).logits)
+    before = hybrid(ids).logits
+    surgery.tune(hybrid, base.tokenizer, Tune(**few, learning_rate=0.01, lora={"target_modules": ["q_proj", "v_proj"]}))
+    assert not torch.equal(hybrid(ids).logits, before)
+    assert torch.equal(unsplice(hybrid)(ids).logits, base.model(ids).logits)
 
 
 @torch.no_grad()
