@@ -29,6 +29,7 @@ from surgery.studies import Findings, studies
 from surgery.studies.cohort import KNOWLEDGE, OF, SAME_LAYER, TEXT, headline
 from surgery.studies.cohort import LETTERS as LETTERED
 from surgery.studies.state_size import summarise
+from surgery.studies.windows import summarise as windows_told
 from tools import books_page, campaign_page, claims_page, costs_page, mixers_page, reference_parts, ways_page
 from tools.bench_kernels import Benchmark, cell_rows
 
@@ -331,6 +332,23 @@ seed {origin.seed}, {recipe["bench"]["limit"]} examples a cell, {study["steps"]}
 (`recipes/retrieval-aware.findings.json`)."""
 
 
+def windows() -> str:
+    """The study of windows against the cache."""
+    result = Findings.read(ROOT / "recipes" / "windows.findings.json")
+    origin, recipe = result.provenance, result.provenance.recipe or {}
+    told = "\n".join(f"- {line}" for line in windows_told(result.about, result.rows))
+    return f"""{told}
+
+{markdown.table(*studies()[result.study].table(result))}
+
+![{studies()[result.study].title}](../../recipes/windows.png)
+
+`{origin.base}`, whose two groups are the heads {" and ".join(result.about["groups"])}; what is tuned takes \
+{recipe["tune"]["steps"]} steps. {recipe["bench"]["limit"]} questions and {recipe["bench"]["windows"]} windows of text, \
+intervals of 95%. Measured {origin.created[:10]} on {origin.machine}, {origin.threads} thread, version {origin.toolkit}, \
+seed {origin.seed} (`recipes/windows.findings.json`)."""
+
+
 def state_size() -> str:
     """The study of the size of the state."""
     if not STATE.exists():
@@ -455,6 +473,7 @@ PAGES: dict[Path, dict[str, Callable[[], str]]] = {
         "table books": partial(table_of, "books", "table-books"),
     },
     EVIDENCE / "hops.md": {"hops": partial(hops, "hops")},
+    EVIDENCE / "windows.md": {"windows": windows},
     DOCS / "contributing" / "campaigns.md": {"kills": campaign_page.kills, "fuzz": campaign_page.fuzz},
     DOCS / "howto" / "serve-vllm.md": {"serving table": serving},
     DOCS / "howto" / "serve-mlx-lm.md": {"mlx": mlx},

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.models.mamba.modeling_mamba import MambaMixer
 from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
 
 STEPS = 0.001, 0.1
@@ -39,7 +38,7 @@ def start_mixers(model: Any) -> None:
             _start_projections(mixer, model.config)
             _start_gates(mixer, first=not layers)
             layers += 1
-        elif hasattr(mixer, "ssm_state_size") and not isinstance(mixer, MambaMixer | Mamba2Mixer):
+        elif hasattr(mixer, "conv1d") and hasattr(mixer, "dt_bias") and not isinstance(mixer, Mamba2Mixer):
             nn.init.kaiming_uniform_(mixer.conv1d.weight, a=math.sqrt(5))
             _start_decay(mixer)
         elif hasattr(mixer, "slope_rate") or hasattr(mixer, "forget_gate"):

@@ -134,6 +134,7 @@ class Windows(Study):
                 axis.errorbar(
                     mib, value(cell), errors, fmt="s" if tuned else "o", ms=6, lw=1, color=COLORS[kind], capsize=2,
                     mfc="white" if kind == RANDOM else COLORS[kind], label=None if label in labelled else label,
+                    zorder=2 if kind == RANDOM else 3,
                 )  # fmt: skip
                 labelled.add(label)
             for kind in (WINDOWS, BOTH):
@@ -188,13 +189,13 @@ def summarise(about: dict[str, Any], rows: Sequence[Row]) -> list[str]:
         lines.append(f"As many groups at random, {len(drawn)} draws: {_told(drawn)}")
     for other in rows:
         if other.what.startswith(WINDOWS + ",") and other.what.endswith(", tuned"):
-            lines.append(f"Tuned, {_count(other)} groups: by the ranking {_told([other])}")
+            lines.append(f"Tuned, {_count(other)} of {groups} groups: by the ranking {_told([other])}")
             if drawn := _draws(rows, other, tuned=True):
                 lines[-1] = f"{lines[-1][:-1]}; at random {_told(drawn)}"
     most = max((_count(each) for each in rows if _is(each, WINDOWS) and kept(each)), default=0)
     lines.append(
-        f"By the ranking, windows for at most {most} of {groups} groups keep retrieval within {POINT:g} "
-        f"and text within {NATS:g} nats of the base's."
+        f"Untrained, windows by the ranking keep retrieval within {POINT:g} and text within {NATS:g} nats of the base's for "
+        f"{f'{most} of {groups} groups' if most else 'no group'}."
     )
     return lines
 

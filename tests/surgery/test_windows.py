@@ -26,6 +26,7 @@ from surgery.splicing.load import load
 from surgery.splicing.splice import adopt, graft_parameters, splice, unsplice
 from surgery.splicing.windows import attention_groups
 from surgery.statistics import Intervals
+from surgery.studies import Findings
 from surgery.tuning.distil import Distillation
 from tests.conftest import ROOT, but_slow, subject
 from tests.surgery.stock_bases import CONFIGURATIONS, base_of
@@ -298,3 +299,18 @@ def test_what_cannot_have_a_window_is_named():
             splice(base, plan)
     with pytest.raises(UserError, match="already holds grafts"):
         splice(windowed(base), plan_of("L0.H2,3"))
+
+
+def test_the_study_compares_the_ranking_with_random_heads_at_the_same_bytes(surgery, tmp_path, painted):
+    (tmp_path / "checkpoints").symlink_to(ROOT / "checkpoints")
+    few = ["locate.examples=8", "bench.limit=16", "bench.windows=4", "study.healed=[]", "study.draws=2", "study.tokens=1000"]
+    status, _, error = surgery("run", ROOT / "recipes" / "windows.yaml", *(f"--set={each}" for each in few), "--out", "out")
+    assert status == 0, error
+    about = Findings.read(tmp_path / "out" / "findings.json").about
+    held, whole = about["attention bytes"], 2 * 128 * 4 * 1000
+    assert held["base"] == whole
+    draws = {held[f"windows at random, 1 of 2 groups, draw {draw}"] for draw in (1, 2)}
+    assert draws == {held["windows, 1 of 2 groups"]} == {whole // 2 + 2 * 64 * 4 * (4 + 16 - 1)}
+    assert about["sites"]["windows, 2 of 2 groups"] == ["L2.H0,1"]
+    status, _, error = surgery("run", ROOT / "recipes" / "windows.yaml", "--set=tune.lora=null", "--out", "other")
+    assert (status, "study.healed: adapters are tuned: set tune.lora" in error) == (2, True)
