@@ -39,7 +39,7 @@ POINT, NATS = 0.01, 0.01  # what may be lost of retrieval and of text
 COLORS = {BASE: "#24292F", GRAFTS: "#E69F00", WINDOWS: "#0072B2", BOTH: "#009E73", RANDOM: "#D55E00"}
 
 
-class Windows(Study):
+class WindowsAgainstCache(Study):
     """draws: of random groups, for each number of them. tokens: after which the cache is counted. healed: numbers of groups
     whose windows are also tuned, for tune.steps steps with the adapters of tune.lora. The recipe's plan.window says how long
     windows are; with plan.kind head, its grafts are measured, too. bench.limit questions of locate.probe are asked, and
@@ -222,4 +222,4 @@ def _headline(about: dict[str, Any], rows: Sequence[Row]) -> str:
     return f"With {share:.2f} of the attention's cache, retrieval changes by {change:+.3f}\nby the ranking{at_random}"
 
 
-STUDY = Windows
+STUDY = WindowsAgainstCache
