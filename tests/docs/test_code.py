@@ -125,7 +125,7 @@ def test_the_code_of_a_page_runs(page, surgery, workplace, saved, installed, mon
             _read(workplace, block)
     if name(page) == "docs/quicktour.md":
         models = json.loads((workplace / "runs" / "look" / "bench" / "report.json").read_text())["models"]
-        assert tuple(models) == ("base", "spliced", "tuned")
+        assert tuple(models) == ("base", "spliced", "tuned", "control_tuned")
         assert models["tuned"]["kv"]["32"]["accuracy"] > models["base"]["kv"]["32"]["accuracy"]
 
 
