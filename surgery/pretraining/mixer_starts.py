@@ -9,8 +9,8 @@ xLSTM's write with exp(-10). No retrieval is learnt from there. Here projections
 - xLSTM writes with a strength about 1, and its heads forget between a third and a four-hundredth of what they hold. Its first
   layer forgets sooner and, where queries and keys have biases, begins as an average of the last few tokens, as a convolution
   would: there is none, and what the second layer could retrieve has to be gathered first;
-- Mamba-2 inside hybrids (Granite 4, Nemotron-H) has convolutions with as little weight as its projections, which gather
-  nothing, and may forget within a token: both begin as in Mamba-2's own class;
+- Mamba-2 inside hybrids (Granite 4, Nemotron-H) starts its convolutions with weights as small as those of its projections, so
+  that they gather nothing, and its heads may forget within a token. Convolutions and decay start as in Mamba-2's own class;
 - MiniMax's decays are fixed by its class.
 """
 
