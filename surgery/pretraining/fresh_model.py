@@ -54,7 +54,7 @@ def fresh_model(recipe: PretrainRecipe, words: int, end: int | None) -> PreTrain
                 mixer.A_log.uniform_(1, 16).log_()
         start_mixers(model)
     if recipe.attention:
-        return install(model, Plan(kind="layer", sites=recipe.attention, seed=recipe.seed))
+        return install(model, Plan(kind="layer", sites=recipe.attention, width=recipe.attention_head_dim, seed=recipe.seed))
     return model
 
 

@@ -141,6 +141,8 @@ class PretrainRecipe(Section):
     """Text of one's own, in place of the small world (section pretrain.corpus)."""
     attention: SitesText = ()
     """Layers that are attention from the start: a hybrid, trained as one."""
+    attention_head_dim: Annotated[int, Field(ge=1, le=2**14)] | None = None
+    """Width of a head in these layers; by default 64 where that divides the hidden size."""
     teacher: Name | None = None
     """A Transformer's folder, whose hidden states the layers then learn to reproduce."""
     embedding_std: float = Field(default=0.25, gt=0, le=FACTOR, allow_inf_nan=False)
@@ -197,6 +199,8 @@ class PretrainRecipe(Section):
             raise ValueError("start: is for text of one's own (corpus)")
         if heads := next((site for site in self.attention if site.heads), None):
             raise ValueError(f"attention: whole layers are attention from the start; write L{heads.layer}, not {heads}")
+        if self.attention_head_dim is not None and not self.attention:
+            raise ValueError("attention_head_dim: no layer is attention from the start (attention)")
         if given := sorted(OF_THE_TOKENIZER & {*self.architecture}):
             raise ValueError(
                 f"architecture: leave out {', '.join(given)}; words follow from the tokenizer, and dtype is float32"
