@@ -55,6 +55,8 @@ MAMBA1 = ROOT / "recipes" / "demo-mamba1.report.json"
 KERNELS = ROOT / "recipes" / "kernels.bench.json"
 KERNELS_BEFORE = ROOT / "recipes" / "kernels.before.json"  # an earlier version's, measured in the same way
 AWARE = ROOT / "recipes" / "retrieval-aware.findings.json"
+WINDOWS = ROOT / "recipes" / "windows.findings.json"
+WINDOWS_FOUR = ROOT / "recipes" / "windows-four.findings.json"
 STATE = ROOT / "recipes" / "state-size.findings.json"
 COHORT = ROOT / "recipes" / "cohort.findings.json"
 SEED2 = ROOT / "recipes" / "seed2.findings.json"
@@ -332,21 +334,22 @@ seed {origin.seed}, {recipe["bench"]["limit"]} examples a cell, {study["steps"]}
 (`recipes/retrieval-aware.findings.json`)."""
 
 
-def windows() -> str:
+def windows(path: Path = WINDOWS) -> str:
     """The study of windows against the cache."""
-    result = Findings.read(ROOT / "recipes" / "windows.findings.json")
+    name = path.name.partition(".")[0]
+    result = Findings.read(path)
     origin, recipe = result.provenance, result.provenance.recipe or {}
-    told = "\n".join(f"- {line}" for line in windows_told(result.about, result.rows))
+    told = "\n".join(f"- {line}" for line in windows_told(result))
     return f"""{told}
 
 {markdown.table(*studies()[result.study].table(result))}
 
-![{studies()[result.study].title}](../../recipes/windows.png)
+![{studies()[result.study].title}](../../recipes/{name}.png)
 
-`{origin.base}`, whose two groups are the heads {" and ".join(result.about["groups"])}; what is tuned takes \
-{recipe["tune"]["steps"]} steps. {recipe["bench"]["limit"]} questions and {recipe["bench"]["windows"]} windows of text, \
-intervals of 95%. Measured {origin.created[:10]} on {origin.machine}, {origin.threads} thread, version {origin.toolkit}, \
-seed {origin.seed} (`recipes/windows.findings.json`)."""
+`{origin.base}`, whose {len(result.about["groups"])} groups are, those that need their cache least first, the heads \
+{", ".join(result.about["groups"])}; what is tuned takes {recipe["tune"]["steps"]} steps. {recipe["bench"]["limit"]} questions \
+and {recipe["bench"]["windows"]} windows of text, intervals of 95%. Measured {origin.created[:10]} on {origin.machine}, \
+{origin.threads} thread, version {origin.toolkit}, seed {origin.seed} (`recipes/{name}.findings.json`)."""
 
 
 def state_size() -> str:
@@ -473,7 +476,7 @@ PAGES: dict[Path, dict[str, Callable[[], str]]] = {
         "table books": partial(table_of, "books", "table-books"),
     },
     EVIDENCE / "hops.md": {"hops": partial(hops, "hops")},
-    EVIDENCE / "windows.md": {"windows": windows},
+    EVIDENCE / "windows.md": {"windows": windows, "windows four": lambda: windows(WINDOWS_FOUR)},
     DOCS / "contributing" / "campaigns.md": {"kills": campaign_page.kills, "fuzz": campaign_page.fuzz},
     DOCS / "howto" / "serve-vllm.md": {"serving table": serving},
     DOCS / "howto" / "serve-mlx-lm.md": {"mlx": mlx},

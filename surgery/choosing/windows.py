@@ -1,8 +1,9 @@
-"""Which heads of a model's own attention get a window, and how many: those first whose ablation costs least, as long as neither
-questions nor text lose.
+"""Which heads of a model's own attention get a window, and how many: those first whose window alone costs questions least, as
+long as neither questions nor text lose.
 
-Heads stand in for each other: of two that retrieve each can go, and not both. So no count is taken that was not measured as a
-whole; it is found by halving, as what is lost grows with the count.
+Ablation would not tell: without a head nothing is added, while a head with a window adds what it finds there. Heads replace
+each other: of two that retrieve each can go, and not both. So no count is taken that was not measured as a whole; it is found
+by halving, as what is lost grows with the count.
 """
 
 from bisect import bisect_left
@@ -13,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedModel
 
-from surgery.choosing.bounded import NoPlan, PlanMeasurement, growth_of
+from surgery.choosing.bounded import Measuring, NoPlan, PlanMeasurement, growth_of
 from surgery.choosing.task import ChoiceTask
 from surgery.errors import UserError
 from surgery.loading.opened import Checkpoint
@@ -25,11 +26,11 @@ from surgery.probes.scoring import batches
 from surgery.probes.skills import keeps
 from surgery.records.growth import Candidate, Growth
 from surgery.records.plan import Plan, PlanWindows, merged
-from surgery.records.recipe import CacheBudget, Data, PlanOptions, Tune
+from surgery.records.recipe import CacheBudget, Data, PlanOptions, Tune, WindowOptions
 from surgery.records.site import Site
 from surgery.runtime.progress import say
 from surgery.splicing.splice import install
-from surgery.splicing.windows import attention_groups
+from surgery.splicing.windows import attention_groups, window_specs
 from surgery.statistics import mean
 
 
@@ -39,26 +40,46 @@ def plan_windows(
 ) -> Plan:  # fmt: skip
     """The plan of some grafts, or of none, with the windows that plan.window says. kept: a folder for what is measured.
 
-    Raises UserError where the model's attention can have no windows or was not ablated, and where nothing could be seen on the
-    questions; NoPlan where the windows that the budget takes cost too much."""
+    Raises UserError where the model's attention can have no windows, and where nothing could be seen on the questions; NoPlan
+    where the windows that the budget takes cost too much."""
     subject = Subject.of(base)
     task = ChoiceTask(subject, ranking, options, data or Data(), tuning or Tune(), batch_size, seed, kept)
     return _Windows(task, grafts).plan()  # install() refuses sites that can have none
 
 
-def least_needed(model: PreTrainedModel, ranking: Ranking) -> list[Site]:
-    """All groups of attention heads, those first whose heads' ablation costs least. Raises UserError where that was not
-    measured."""
-    groups, heads = attention_groups(model), ranking.columns
-    if not groups:
+def check_windows(model: PreTrainedModel, options: WindowOptions) -> None:
+    """Find out before anything is located whether its windows can be had. Raises UserError if they cannot."""
+    groups = _groups(model)
+    if options.sites is not None:
+        window_specs(model, PlanWindows(sites=options.sites, first=options.first, length=options.length))
+    elif options.groups != "auto" and options.groups > len(groups):
+        raise UserError(f"plan.window.groups: the model has {len(groups)} groups of attention heads")
+
+
+def _groups(model: PreTrainedModel) -> list[Site]:
+    if not (groups := attention_groups(model)):
         raise UserError(f"plan.window: a {model.config.model_type} has no attention whose heads could have a window")
-    costs = []
-    for group in groups:
-        places = heads.find(group.each())
-        if any(place is None or not heads.measured("ablation_loss")[place] for place in places):
-            raise UserError("plan.window: the ranking lacks what ablating attention heads costs; locate with locate.exact=true")
-        costs.append(float(np.sum([heads.values("ablation_loss")[place] for place in places])))
-    return [groups[i] for i in np.argsort(costs, kind="stable")]
+    return groups
+
+
+def least_needed(measuring: Measuring, options: WindowOptions, grafts: Plan | None = None) -> list[Site]:
+    """All groups of attention heads, those first whose window alone costs the questions least. Raises UserError where windows
+    would read all of them."""
+    longest = max(len(row) for _, each in batches(measuring.subject.tokenizer, measuring.questions, 64) for row in each.rows)
+    if longest <= options.length:
+        raise UserError(
+            f"plan.window.length: the questions have {longest} tokens at most, and a window of {options.length} reads all of "
+            "them, so it would change nothing; lower it, or rank by longer ones"
+        )
+    groups = _groups(measuring.subject.model)
+    alone = measuring.measure([windowed([group], options, grafts) for group in groups], "plan, a window for each group alone")
+    return [groups[i] for i in np.argsort([float(each.loss.mean()) for each in alone], kind="stable")]
+
+
+def windowed(sites: Sequence[Site], options: WindowOptions, grafts: Plan | None = None) -> Plan:
+    """The plan of some grafts, or of none, with windows at these sites."""
+    windows = PlanWindows(sites=tuple(sites), first=options.first, length=options.length)
+    return Plan(kind="window", windows=windows) if grafts is None else grafts.model_copy(update={"windows": windows})
 
 
 class _Windows:
@@ -67,7 +88,7 @@ class _Windows:
     def __init__(self, task: ChoiceTask, grafts: Plan | None):
         assert task.options.window is not None
         self.task, self.grafts, self.options = task, grafts, task.options.window
-        self.order = [] if self.options.sites is not None else least_needed(task.subject.model, task.ranking)
+        self.order = [*(self.options.sites or ())]
         self.measured: dict[int, PlanMeasurement] = {}
 
     @cached_property
@@ -77,16 +98,16 @@ class _Windows:
     def plan(self) -> Plan:
         budget, count = self.task.options.cache_budget, self.options.groups
         if self.options.sites is not None:
-            self.order, count = [*self.options.sites], len(self.options.sites)
-        elif count != "auto" and count > len(self.order):
-            raise UserError(f"plan.window.groups: the model has {len(self.order)} groups of attention heads")
+            count = len(self.order)
+        else:
+            check_windows(self.task.subject.model, self.options)
+            self.order = least_needed(self.task.measuring, self.options, self.grafts)
         if count != "auto":
             if budget is not None and (size := self._bytes(count)) > budget.bytes:
                 raise UserError(
                     f"plan.cache_budget: after {budget.tokens:,} tokens the cache of this plan takes {size:,} bytes"
                 )
             return self._complete(count)
-        self._check_length()
         count = self._most() if budget is None else self._fitting(budget)
         if count:
             say(f"plan: windows for {count} of {len(self.order)} groups: {self._line(count)}")
@@ -123,10 +144,10 @@ class _Windows:
         """The plan with windows at these sites; None for nothing at all."""
         if not sites:
             return self.grafts
-        windows = PlanWindows(sites=tuple(sites), first=self.options.first, length=self.options.length)
+        plan = windowed(sites, self.options, self.grafts)
         if self.grafts is not None:
-            return self.grafts.model_copy(update={"windows": windows})
-        return Plan(kind="window", windows=windows, provenance=self.task.ranking.provenance, seed=self.task.seed)
+            return plan
+        return plan.model_copy(update={"provenance": self.task.ranking.provenance, "seed": self.task.seed})
 
     def _most(self) -> int:
         """The largest count that keeps the bounds, by halving."""
@@ -173,13 +194,3 @@ class _Windows:
         if plan is not None:
             model = install(model, plan).eval()
         return cache_after(model, self.task.options.cache_budget.tokens)
-
-    def _check_length(self) -> None:
-        """Raise UserError where the questions are so short that windows read all of them."""
-        task = self.task
-        longest = max(len(row) for _, encoded in batches(task.subject.tokenizer, task.questions, 64) for row in encoded.rows)
-        if longest <= self.options.length:
-            raise UserError(
-                f"plan.window.length: the questions have {longest} tokens at most, and a window of {self.options.length} reads "
-                "all of them, so it would change nothing; lower it, or rank by longer ones"
-            )

@@ -76,7 +76,7 @@ def _measured(options: "Recipe", ranked: "Ranking", seed: int | None) -> "Plan":
         raise UserError(f"{setting} measures the ranked model, and there is no {options.model} here; give --base")
     with use(**options.kernels):
         with busy("opening the model"):
-            base = open_base(as_ranked(ranked.provenance, options), kind=options.plan.kind)
+            base = open_base(as_ranked(ranked.provenance, options))
         if base.fingerprint != ranked.provenance.base_fingerprint:
             raise UserError(f"{options.model} is not what was ranked, or in another dtype: the fingerprints differ")
         return planned(options, base, ranked, seed=ranked.provenance.seed if seed is None else seed)

@@ -2,7 +2,8 @@
 
 A gain is called a gain only where the base retrieves at all, where the difference holds among all comparisons (Holm), and where
 a control was measured and none does as well. A model that gains there and loses another skill beyond BOUND is no "yes": the
-answer names both. What it costs stands beside it.
+answer names both. Of a model that has windows and no grafts, the question is whether retrieval is kept within BOUND. What it
+costs is told, too.
 """
 
 from dataclasses import dataclass
@@ -139,6 +140,8 @@ def _judged(report: Results, name: str) -> Judgement:
         )  # fmt: skip
     elif chance:
         answer = f"No: {compared}. The base is at chance {chance}; choose a probe that it can do in part."
+    elif model.plan is not None and not model.plan.sites:
+        return _judged_by_what_is_kept(report, name, task, compared)
     else:
         losses = said_of_losses(report, name)
         verdict, answer = _answer(direction, compared, clear, "ask more examples (bench.limit)", losses)
@@ -167,6 +170,50 @@ def _answer(direction: str, compared: str, clear: bool | None, advice: str, loss
     if direction == "perhaps better":
         return "perhaps", f"Perhaps: {compared}, which may be chance among so many comparisons; {advice}."
     return "no", f"No difference seen: {compared}." if direction == "no difference seen" else f"No, {direction}: {compared}."
+
+
+def _judged_by_what_is_kept(report: Results, name: str, task: str, compared: str) -> Judgement:
+    """Of windows alone. compared: what the task says, in words."""
+    base, model = next(iter(report.models.values())), report.models[name]
+    change, losses = model.change[task], said_of_losses(report, name)
+    verdict: Verdict = "no"
+    if change.ci95[1] < -BOUND:
+        answer = f"No, retrieval is not kept: {compared}."
+    elif change.ci95[0] < -BOUND:
+        verdict, answer = (
+            "unclear",
+            (f"Unclear: {compared}, so a fall by more than {BOUND:g} is not ruled out; ask more examples (bench.limit)."),
+        )
+    elif losses:
+        verdict, answer = "mixed", f"It keeps and loses: {compared}; it loses {losses}."
+    else:
+        verdict, answer = "yes", f"Yes, retrieval is kept: {compared}."
+    controls = {
+        key: each for key, each in report.models.items()
+        if is_control(key) and each.plan is not None and task in each.change and key.endswith("_tuned") == (name == "tuned")
+    }  # fmt: skip
+    details = [_cache_left(base, model), *(_beside(key, each, task, change) for key, each in controls.items())]
+    if not controls:
+        details.append("Windows at other heads were not measured, so it is not shown that the choice of heads matters.")
+    return Judgement(name, verdict, answer, tuple(filter(None, [*details, _text(base, model), _cost(base, model)])))
+
+
+def _beside(control: str, measured: ModelReport, task: str, change: Estimate) -> str:
+    """A sentence on windows at other heads. change: what the chosen ones change."""
+    said = f"Windows at random heads ({control}) answer {value(measured.results()[task]):.3f}"
+    worse = measured.change[task].ci95[1] < change.ci95[0]
+    return f"{said}." if worse else f"{said}: it is not shown that the choice of heads matters."
+
+
+def _cache_left(base: ModelReport, model: ModelReport) -> str:
+    """A sentence on the cache after the most tokens; empty where it was not measured."""
+    if not (base.cost and model.cost):
+        return ""
+    before, after = base.cost[-1], model.cost[-1]
+    return (
+        f"After {after.context:,} tokens its cache takes {after.cache_bytes / 1024:,.0f} KiB, the base's "
+        f"{before.cache_bytes / 1024:,.0f} KiB."
+    )
 
 
 def _judged_by_hits(report: Results, name: str) -> Judgement | None:

@@ -80,7 +80,7 @@ def cost_figures(report: Results, look: dict[str, Look]) -> list[Figure]:
     alike: dict[str, list[str]] = {}
     for name, model in report.models.items():
         if not is_control(name):
-            graft = model.plan.model_dump_json(include={"kind", "sites", "width"}) if model.plan else name
+            graft = model.plan.model_dump_json(include={"kind", "sites", "windows", "width"}) if model.plan else name
             alike.setdefault(graft, []).append(name)
 
     def drawn(title: str, unit: str, points: Callable[[ModelReport], list[tuple[int, float]]]) -> Figure:

@@ -70,7 +70,7 @@ def _what(base: str, plan: Plan | None, record: Any, gates: list[float]) -> list
     if not plan.sites:
         return [
             f"A hybrid of {as_code(base)}, without new parameters: **{plan.windows}** of its own attention; these heads keep "
-            "no other keys (arXiv 2410.10819).\n",
+            f"no other keys (arXiv 2410.10819).{'' if record.base_unchanged else ' Adapters were tuned and merged.'}\n",
             "![Where windows are](sites.png)\n",
         ]
     return [

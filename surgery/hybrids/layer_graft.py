@@ -72,6 +72,12 @@ def is_layer_graft(spec: dict[str, Any]) -> bool:
     return spec.get("kind") == "layer"
 
 
+def brings_only_layers(config: Any) -> bool:
+    """Whether a model has no grafts but whole layers, which belong to a base that was trained with them: its other layers can
+    be grafted, and its attention can have windows."""
+    return all(map(is_layer_graft, getattr(config, "grafts", None) or ()))
+
+
 class MLP(nn.Module):
     def __init__(self, hidden_size: int, spec: dict[str, Any], bias: list[str]):
         super().__init__()

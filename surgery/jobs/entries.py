@@ -13,6 +13,7 @@ from surgery.records.names import CONTROL_TUNED
 from surgery.records.plan import Plan
 from surgery.records.recipe import Recipe
 from surgery.splicing.splice import splice
+from surgery.splicing.windows import random_windows
 from surgery.tuning.trainable import with_own_mixers
 
 # Tunes a model in place and returns it: (its name, the model, its plan, of a control the layers whose mixers are tuned).
@@ -48,21 +49,27 @@ def _untuned(
     def spliced(description: str, at: Plan) -> Entry:
         return Entry(splice(base, at, donor), description, at)
 
-    copies = "a copy mechanism added to the layers, beside all of their heads, no training"
-    begins = f"attention spliced in, initialised from {STARTS.get(chosen.init)} weights, no training"
     entries = {
         "base": Entry(base, "the pretrained model, unchanged"),
-        "spliced": spliced(copies if chosen.init == "copy" else begins, chosen),
-        "tuned": spliced(f"the same, its grafts tuned{_division(recipe)}", chosen),
+        "spliced": spliced(f"{_begins(chosen)}, no training", chosen),
+        "tuned": spliced(f"the same, {_tuned_parts(chosen)} tuned{_division(recipe)}", chosen),
     }  # fmt: skip
     for name, (layers, description) in _graftless(recipe, chosen).items():
         entries[name] = Entry(with_own_mixers(base, layers), description)
-    return entries | {name: spliced(*how) for name, how in _elsewhere(recipe, ranking, chosen).items()}
+    others = _elsewhere(recipe, ranking, chosen) | _other_windows(base, recipe, chosen)
+    return entries | {name: spliced(*how) for name, how in others.items()}
 
 
-def names_of(recipe: Recipe, ranking: Ranking, chosen: Plan) -> list[str]:
-    """The names of all entries in their order, without making any."""
-    return ["base", "spliced", "tuned", *_graftless(recipe, chosen), *_elsewhere(recipe, ranking, chosen)]
+def _begins(chosen: Plan) -> str:
+    windows = [f"windows for {'some ' * bool(chosen.sites)}heads of the model's own attention"] if chosen.windows else []
+    grafts = [f"attention spliced in, initialised from {STARTS.get(chosen.init)} weights"] if chosen.sites else []
+    if chosen.init == "copy":
+        grafts = ["a copy mechanism added to the layers, beside all of their heads"]
+    return ", and ".join(grafts + windows)
+
+
+def _tuned_parts(chosen: Plan) -> str:
+    return "its grafts" if chosen.sites else "its adapters"
 
 
 def _graftless(recipe: Recipe, chosen: Plan) -> dict[str, tuple[list[int], str]]:
@@ -70,9 +77,10 @@ def _graftless(recipe: Recipe, chosen: Plan) -> dict[str, tuple[list[int], str]]
     its adapters, as the hybrids do."""
     if not recipe.bench.has("tuned"):
         return {}
-    controls = {CONTROL_TUNED: without_graft(chosen)}
+    controls = {CONTROL_TUNED: without_graft(chosen)} if chosen.sites else {}
     if recipe.tune.lora is not None:
-        controls["control_lora_tuned"] = [], f"no graft: only the adapters of tune.lora, {SAME}"
+        without = "no graft" if chosen.sites else "no window"
+        controls["control_lora_tuned"] = [], f"{without}: only the adapters of tune.lora, {SAME}"
     return controls
 
 
@@ -85,6 +93,8 @@ def without_graft(chosen: Plan) -> tuple[list[int], str]:
 def _elsewhere(recipe: Recipe, ranking: Ranking, chosen: Plan) -> dict[str, tuple[str, Plan]]:
     """Hybrids with other plans than the chosen one, by name: (description, plan)."""
     plans: dict[str, tuple[str, Plan]] = {}
+    if not chosen.sites:
+        return plans
     if recipe.bench.has("random_site"):
         for i in range(recipe.bench.random_sites):
             if elsewhere := random_plan(ranking, chosen, recipe.seed + i):
@@ -99,6 +109,18 @@ def _elsewhere(recipe: Recipe, ranking: Ranking, chosen: Plan) -> dict[str, tupl
         plans[name] = description, beside
         plans[f"{name}_tuned"] = "the same, its grafts tuned", beside
     return plans
+
+
+def _other_windows(base: PreTrainedModel, recipe: Recipe, chosen: Plan) -> dict[str, tuple[str, Plan]]:
+    """Likewise with windows at other heads of the model's own attention."""
+    other = random_windows(base, chosen, recipe.seed) if recipe.bench.has("random_site") else None
+    if other is None:
+        return {}
+    description = "windows for as many random groups of attention heads, no training"
+    return {
+        "control_random_windows": (description, other),
+        "control_random_windows_tuned": (f"the same, {_tuned_parts(chosen)} tuned", other),
+    }
 
 
 def _division(recipe: Recipe) -> str:

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from surgery.errors import UserError
 from surgery.evaluation.entries import Unheld, writing
-from surgery.hybrids.windows import is_window
+from surgery.hybrids.layer_graft import brings_only_layers
 from surgery.kernels.dispatch import requested, use
 from surgery.kernels.operations import operations
 from surgery.loading.digests import conditions
@@ -67,19 +67,19 @@ def _strange_words(opened: Checkpoint) -> str:
     return "" if largest < rows else f"its tokenizer has ids up to {largest:,}, and its embeddings are for {rows:,}"
 
 
-def open_base(recipe: Recipe, trust_remote_code: bool = False, *, kind: str = "head") -> Checkpoint:
-    """As open_checkpoint, for what a plan of that kind is carried out on. Raises UserError for a hybrid that grafts would be
-    put into, or that has windows."""
+def open_base(recipe: Recipe, trust_remote_code: bool = False, *, kind: str | None = None) -> Checkpoint:
+    """As open_checkpoint, for what a plan of that kind (by default the recipe's) is carried out on. Raises UserError for a
+    hybrid, unless its grafts are whole layers and the plan's are not."""
     opened = open_checkpoint(recipe, trust_remote_code)
-    windows = any(map(is_window, getattr(opened.model.config, "grafts", None) or ()))
-    if is_hybrid(opened) and (kind != "window" or windows):
+    layers = getattr(opened.model.config, "grafts", None) and (kind or recipe.plan.kind) == "layer"
+    if is_hybrid(opened) or layers:
         raise UserError(f"{recipe.model} is a hybrid already; grafts go into {_base_of_hybrid(recipe.model)}")
     return opened
 
 
 def is_hybrid(opened: Checkpoint) -> bool:
-    """Whether a model has grafts."""
-    return bool(getattr(opened.model.config, "grafts", None))
+    """Whether a model has grafts of heads, or windows. One that has whole layers is as good as a base."""
+    return not brings_only_layers(opened.model.config)
 
 
 def advise_base(opened: Checkpoint) -> None:

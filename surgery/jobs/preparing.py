@@ -3,6 +3,7 @@
 from transformers import PreTrainedTokenizerBase
 
 from surgery.choosing import check_way
+from surgery.choosing.windows import check_windows
 from surgery.errors import UserError
 from surgery.evaluation import harness
 from surgery.evaluation.bench import invented
@@ -64,14 +65,15 @@ def name_texts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, *, tunes: boo
 def check_run(recipe: Recipe, base: Checkpoint) -> None:
     """Find out before anything is located whether what comes after it can be done: the plan with this base, its donor, and the
     trackers of tuning. Raises UserError for the first that cannot."""
-    if recipe.plan.window is not None:
-        raise UserError(
-            "plan.window: surgery run tunes grafts, and windows have nothing to tune; make them with surgery locate, plan and "
-            "splice, and measure them with surgery bench"
-        )
     check_trackers(recipe.tune)
     check_tuning(recipe.tune, base.model)
     options = recipe.plan
+    if options.window is not None:
+        check_windows(base.model, options.window)
+    if options.kind == "window":
+        if recipe.tune.lora is None:
+            raise UserError("plan.kind=window: windows have no weights; adapters are tuned beside them: set tune.lora")
+        return
     check_way(options.by)
     family = family_of(base.model.config)
     layers, heads = len(family.graftable(base.model)), family.shape(base.model.config)[1]

@@ -24,6 +24,7 @@ from surgery.exporting.folder import RECORD, Exported
 from surgery.exporting.verifications import check_way
 from surgery.families import family_of
 from surgery.jobs.costs.announced import Announced
+from surgery.jobs.costs.models import assumed
 from surgery.jobs.entries import entries_of
 from surgery.jobs.locating_stage import RANKING, located
 from surgery.jobs.opening import open_base, open_donor
@@ -49,7 +50,7 @@ from surgery.runtime.memory import size, trim
 from surgery.runtime.processes import on_main
 from surgery.runtime.progress import busy, duration, say
 from surgery.runtime.timing import Stopwatch, processor_seconds
-from surgery.splicing.splice import adopt
+from surgery.splicing.splice import adopt, splice
 from surgery.statistics import at_chance
 from surgery.tuning.lora import matches
 from surgery.tuning.plateau import taken
@@ -85,7 +86,8 @@ def run(
         check_run(recipe, base)
         try_engine(recipe.bench)
         if recipe.tune.lora is not None:
-            matches(adopt(base.model), recipe.tune.lora)
+            windows = recipe.plan.kind == "window"  # of a hybrid, whose own grafts can have adapters, too
+            matches(splice(base.model, assumed(recipe, base.model)) if windows else adopt(base.model), recipe.tune.lora)
         earlier = begin(out, "run", recipe, resume=resume, overwrite=overwrite)
         name_texts(recipe, base.tokenizer)
         change = first_change(earlier, recipe) if earlier else None
@@ -163,7 +165,9 @@ class _Job:
         options = self.recipe.plan
         if options.opens:
             what = f"adding heads to the plan while each saves {options.auto.least_gain:g} nats or more"
-            if not options.measures:
+            if options.kind == "window":
+                what = "measuring how many windows keep what questions and text need"
+            elif not options.measures and options.state_size is not None:
                 what = f"measuring which {options.state_size} dimensions of the state text needs most"
             elif options.by != "gain":
                 what = f"choosing {'at most ' if options.grows else ''}{options.counted} heads by {options.by}"
@@ -173,7 +177,7 @@ class _Job:
             chosen = planned(self.recipe, self.base, ranking)
         on_main(partial(chosen.write, self.out / PLAN))
         gate = "" if chosen.blend is None else f", under a gate of {chosen.blend:g}"
-        say(f"plan: attention at {markdown.sites_text(chosen)}{gate}")
+        say(f"plan: {'attention at ' * bool(chosen.sites)}{markdown.sites_text(chosen)}{gate}")
         for skill, heads in chosen.at_risk.items():
             say(f"plan: at risk: {skill}, which grafts without a gate at {', '.join(heads)} cost the base")
         return chosen
@@ -198,7 +202,7 @@ class _Job:
     def tune(self, name: str, model: PreTrainedModel, chosen: Plan, layers: list[int] | None = None) -> PreTrainedModel:
         # The controls learn as long as the tuned model, with the same learning rates.
         options = taken(self.recipe.tune, self.log) if self.log else self.recipe.tune
-        what = f"the grafts at {shortened(chosen.sites)}"
+        what = f"the grafts at {shortened(chosen.sites)}" if chosen.sites else "adapters beside windows"
         if layers is not None:
             what = "the base's own layers" if layers else "adapters alone"
         work = f"{steps_of(options)} of {options.batch_size} sequences and {options.text_batch_size} texts"

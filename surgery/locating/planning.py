@@ -122,4 +122,4 @@ def random_plan(ranking: Ranking, chosen: Plan, seed: int, *, same_layers: bool 
     )  # fmt: skip
     # The same hints as the chosen heads, so that these are not what makes the difference.
     places = dict(zip((str(head) for site in other.sites for head in site.each()), chosen.places.values(), strict=False))
-    return other.model_copy(update={"kept_state": chosen.kept_state, "places": places})
+    return other.model_copy(update={"kept_state": chosen.kept_state, "places": places, "windows": chosen.windows})

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.families import families
+from surgery.hybrids.layer_graft import brings_only_layers
 from surgery.loading.digests import Conditions, conditions, fingerprint
 from surgery.loading.opened import Checkpoint, model_of, tokenizer_of
 from surgery.models.anatomy import Anatomy, anatomy
@@ -64,5 +65,5 @@ class Subject:
 
 
 def is_graftable(model: Any) -> bool:
-    """Whether grafts can be put into a model: its family has them, and it holds none yet."""
-    return model.config.model_type in families() and not getattr(model.config, "grafts", None)
+    """Whether grafts can be put into a model: its family has them, and it holds none yet, but for whole layers of its own."""
+    return model.config.model_type in families() and brings_only_layers(model.config)

@@ -9,7 +9,7 @@ from surgery.runtime.printable import printable
 
 # What a run and a comparison call their controls (jobs/entries.py, jobs/controls.py). Any other name of a model is the user's.
 CONTROL_TUNED = "control_tuned"
-CONTROL = re.compile(r"control_(tuned(_\d+)?|lora_tuned|(random_site(_\d+)?|same_layer)(_tuned)?)")
+CONTROL = re.compile(r"control_(tuned(_\d+)?|lora_tuned|(random_site(_\d+)?|same_layer|random_windows)(_tuned)?)")
 HUB = re.compile(r"[A-Za-z0-9_][\w.-]*/[\w.-]+", flags=re.ASCII)  # user/name
 MARKUP = re.compile(r"[\\`*\[\]<>|]")
 

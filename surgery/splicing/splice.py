@@ -11,10 +11,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from surgery.errors import UserError
 from surgery.families import Hybrid, families, family_of
-from surgery.hybrids.layer_graft import LayerGraftMixer
+from surgery.hybrids.layer_graft import LayerGraftMixer, brings_only_layers
 from surgery.hybrids.parts import is_quantised_weight
 from surgery.hybrids.patching import drop_note, note_of, set_note
-from surgery.hybrids.windows import is_window
 from surgery.loading.digests import fingerprint
 from surgery.loading.opened import Checkpoint, model_of, plan_for
 from surgery.models.anatomy import mixer_at
@@ -89,10 +88,10 @@ def install(base: PreTrainedModel, plan: Plan, donor: PreTrainedModel | None = N
 
 
 def ungrafted(base: PreTrainedModel) -> PreTrainedModel:
-    """The base in the hybrid's class without a graft, every parameter learning as before."""
+    """The base in the hybrid's class without a graft but for layers that it brings, every parameter learning as before."""
     family = family_of(base.config)
     check_bare(base)
-    model = family.empty(base.config, None)
+    model = family.empty(base.config, None, grafts_of_base(base))
     share(base, model, "the base lacks the tensor '{}'")
     take_hooks(base, model)
     return model
@@ -124,11 +123,11 @@ def _specs(base: PreTrainedModel, plan: Plan, layers: Mapping[int, DonorLayer]) 
 
 
 def check_bare(base: PreTrainedModel, plan: Plan | None = None) -> None:
-    """Raise UserError for a base that its family does not support, or that holds grafts, beside which windows alone can be
-    put."""
+    """Raise UserError for a base that its family does not support, or that holds grafts; whole layers of its own may stand
+    beside grafts of heads, and windows."""
     family_of(base.config).check(base.config)
-    grafts = getattr(base.config, "grafts", None)
-    if grafts and (plan is None or plan.kind != "window" or any(map(is_window, grafts))):
+    layers = plan is not None and plan.kind == "layer" and getattr(base.config, "grafts", None)
+    if layers or not brings_only_layers(base.config):
         raise UserError("the model already holds grafts; unsplice it first")
 
 

@@ -1,5 +1,6 @@
 """Windows of a plan: which groups of keys they are in the model's own attention, and whether they can be had."""
 
+import random
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -9,7 +10,7 @@ from surgery.families import family_of
 from surgery.hybrids.layer_graft import LayerGraftMixer
 from surgery.hybrids.windows import attention_in, window_spec
 from surgery.models.anatomy import MixerPlace, anatomy
-from surgery.records.plan import PlanWindows
+from surgery.records.plan import Plan, PlanWindows, merged
 from surgery.records.site import Site
 
 
@@ -67,3 +68,18 @@ def attention_groups(base: PreTrainedModel) -> list[Site]:
             starts = range(place.first, place.first + place.heads, each)
             groups += [Site(place.layer, tuple(range(start, start + each))) for start in starts]
     return groups
+
+
+def random_windows(base: PreTrainedModel, chosen: Plan, seed: int) -> Plan | None:
+    """A control: the plan with windows for as many groups, drawn uniformly from all choices but its own. None where it has no
+    windows, or all groups have one."""
+    if chosen.windows is None:
+        return None
+    groups, taken = attention_groups(base), {head for site in chosen.windows.sites for head in site.each()}
+    own = [group for group in groups if taken >= {*group.each()}]
+    if not 0 < len(own) < len(groups):
+        return None
+    generator, drawn = random.Random(f"random windows {seed}"), own
+    while drawn == own:
+        drawn = sorted(generator.sample(groups, len(own)), key=groups.index)
+    return chosen.model_copy(update={"windows": chosen.windows.model_copy(update={"sites": merged(drawn)})})

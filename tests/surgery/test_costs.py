@@ -196,7 +196,7 @@ def test_weights_are_what_their_file_holds(folder, base):
 def test_what_the_models_of_a_run_hold_beside_the_base_is_what_they_train(base, tokenizer, folder):
     recipe = read_recipe(folder / "quick.yaml")
     base = adopt(base)
-    entries, tuned = models_of(base, recipe, assumed(recipe, 3, 8))
+    entries, tuned = models_of(base, recipe, assumed(recipe, base))
     hybrids = [entry.model for entry in entries.values() if entry.plan is not None]
     grafts = sum(p.nbytes for model in hybrids for p in graft_parameters(model).values())
     buffers = sum(b.nbytes for model in hybrids for name, b in model.named_buffers() if ".graft." in name)

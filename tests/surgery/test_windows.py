@@ -2,7 +2,6 @@
 
 from itertools import pairwise
 
-import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -11,9 +10,10 @@ from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 import surgery
 from surgery.choosing.windows import plan_windows
 from surgery.errors import UserError
+from surgery.evaluation.judgement import judge
+from surgery.evaluation.report import Report
 from surgery.hybrids.windows import AttentionWindow, WindowedLayer, with_windows
 from surgery.kernels.attention import graft_attention
-from surgery.locating.heads import KINDS, Heads
 from surgery.locating.matrices import mixing_matrices
 from surgery.locating.ranking import Ranking
 from surgery.models.anatomy import anatomy
@@ -24,8 +24,7 @@ from surgery.records.record import provenance
 from surgery.records.site import Site
 from surgery.splicing.load import load
 from surgery.splicing.splice import adopt, graft_parameters, splice, unsplice
-from surgery.splicing.windows import attention_groups
-from surgery.statistics import Intervals
+from surgery.splicing.windows import attention_groups, random_windows
 from surgery.studies import Findings
 from surgery.tuning.distil import Distillation
 from tests.conftest import ROOT, but_slow, subject
@@ -248,15 +247,8 @@ def test_windows_beside_grafts_and_in_a_hybrid_that_is_a_base(tmp_path):
 def test_as_many_windows_as_cost_nothing_and_as_a_budget_takes():
     """In tiny-hybrid each of two heads can retrieve, and one has to."""
     base = load(str(HYBRID))
-    heads, nothing = np.arange(2), np.zeros(2)
-    losses = Intervals(np.array([0.2, 0.1]), nothing, nothing, np.ones(2, dtype=int))
-    every = Heads(
-        layer=np.full(2, 2), head=heads, kind=np.full(2, KINDS.index("attention"), np.uint8), role=np.zeros(2, np.uint8),
-        sign=np.zeros(2, np.int8), tau=np.full(2, np.nan), estimates={"ablation_loss": losses},
-    )  # fmt: skip
     probe = {"name": "kv", "options": {"pairs": 12}, "examples": 2, "seed": 0}
-    origin = provenance("tiny-hybrid", base.fingerprint, 0, {})
-    ranking = Ranking.model_construct(provenance=origin, heads=every, layers=(), probe=probe)
+    ranking = Ranking.model_construct(provenance=provenance("tiny-hybrid", base.fingerprint, 0, {}), probe=probe)
 
     def planned(window, **more):
         few = {"examples": 16, "windows": 4, "accuracy_bound": 0.1, "text_bound": 0.1}
@@ -307,10 +299,76 @@ def test_the_study_compares_the_ranking_with_random_heads_at_the_same_bytes(surg
     status, _, error = surgery("run", ROOT / "recipes" / "windows.yaml", *(f"--set={each}" for each in few), "--out", "out")
     assert status == 0, error
     about = Findings.read(tmp_path / "out" / "findings.json").about
-    held, whole = about["attention bytes"], 2 * 128 * 4 * 1000
-    assert held["base"] == whole
-    draws = {held[f"windows at random, 1 of 2 groups, draw {draw}"] for draw in (1, 2)}
-    assert draws == {held["windows, 1 of 2 groups"]} == {whole // 2 + 2 * 64 * 4 * (4 + 16 - 1)}
-    assert about["sites"]["windows, 2 of 2 groups"] == ["L2.H0,1"]
+    plans, whole = about["plans"], 2 * 128 * 4 * 1000
+    assert plans["base"]["attention"] == whole
+    random = plans["windows at random, 1 of 2 groups, draw 1"]  # of two heads, there is one other choice
+    assert "windows at random, 1 of 2 groups, draw 2" not in plans
+    assert random["attention"] == plans["windows, 1 of 2 groups"]["attention"] == whole // 2 + 2 * 64 * 4 * (4 + 16 - 1)
+    assert sorted(random["windows"] + plans["windows, 1 of 2 groups"]["windows"]) == ["L2.H0", "L2.H1"]
+    assert plans["windows, 2 of 2 groups"]["windows"] == ["L2.H0,1"]
     status, _, error = surgery("run", ROOT / "recipes" / "windows.yaml", "--set=tune.lora=null", "--out", "other")
     assert (status, "study.healed: adapters are tuned: set tune.lora" in error) == (2, True)
+
+
+def test_grafts_go_beside_attention_layers_that_the_base_brought(tmp_path):
+    """Behind a closed gate they add nothing, and taken out they leave the base bit for bit. Attention itself takes none."""
+    opened = load(str(HYBRID))
+    model, ids = opened.model, torch.arange(50)[None] * 7 % 1600
+    logits = model(ids).logits
+    assert torch.equal(splice(opened, Plan(sites=("L1.H3",), blend=0.0))(ids).logits, logits)
+    windows = PlanWindows(sites=("L2.H1",), first=FIRST, length=LENGTH)
+    hybrid = splice(opened, Plan(sites=("L1.H3",), windows=windows))
+    assert {name.partition(".graft.")[0] for name in graft_parameters(hybrid)} == {"backbone.layers.1.mixer"}
+    assert (hybrid(ids).logits - logits).abs().max() > 1e-3
+    assert torch.equal(unsplice(hybrid)(ids).logits, logits)
+    for format in ("hf", "patch"):
+        surgery.export(hybrid, tmp_path / format, format=format)
+        assert torch.allclose(load(str(tmp_path / format)).model(ids).logits, hybrid(ids).logits, **NEAR)
+    with pytest.raises(UserError, match=r"L2\.H0 cannot be grafted: layer 2 holds no SSM"):
+        splice(opened, Plan(sites=("L2.H0",)))
+    with pytest.raises(UserError, match="already holds grafts"):
+        splice(opened, Plan(kind="layer", sites=("L1",)))
+
+
+def test_random_windows_are_another_choice_of_as_many_groups():
+    base = attentive("falcon_h1")
+    groups = attention_groups(base)
+    chosen = plan_of(*groups[:1])
+    drawn = [random_windows(base, chosen, seed).windows.sites for seed in range(20)]
+    assert chosen.windows.sites not in drawn
+    assert {site for (site,) in drawn} == {*groups[1:]}
+    assert random_windows(base, plan_of(*groups), 0) is None
+    assert random_windows(base, Plan(sites=("L0.H1",)), 0) is None
+
+
+RUN = """
+model: checkpoints/tiny-hybrid
+seed: 5
+data: {skills: []}
+locate: {options: {pairs: 8}, examples: 16, exact: false, layers: false}
+plan: {kind: window, window: {groups: 1, length: 16}}
+tune: {steps: 2, lora: {target_modules: [q_proj, v_proj]}, lessons: [{probe: kv, options: {pairs: 8}}]}
+bench: {pairs: [8], unseen_pairs: [], limit: 24, windows: 2, window: 32, contexts: [512]}
+"""
+
+
+def test_a_run_with_windows_asks_what_is_kept(surgery, tmp_path, painted):
+    (tmp_path / "checkpoints").symlink_to(ROOT / "checkpoints")
+    (tmp_path / "recipe.yaml").write_text(RUN)
+    status, _, error = surgery("run", "recipe.yaml", "--set", "tune.lora=null", "--out", "out")
+    assert (status, "windows have no weights; adapters are tuned beside them: set tune.lora" in error) == (2, True)
+    status, _, error = surgery("run", "recipe.yaml", "--set", "plan.window.groups=3", "--out", "out")
+    assert (status, "plan.window.groups: the model has 2 groups" in error, (tmp_path / "out").exists()) == (2, True, False)
+    status, _, error = surgery("run", "recipe.yaml", "--out", "out", "--verify", "tensors")
+    assert status == 0, error
+    report = Report.read(tmp_path / "out" / "report.json")
+    assert [*report.models] == [
+        "base", "spliced", "tuned", "control_lora_tuned", "control_random_windows", "control_random_windows_tuned",
+    ]  # fmt: skip
+    windows = [report.models[name].plan.windows.sites for name in ("tuned", "control_random_windows_tuned")]
+    assert sorted(windows) == [(Site(2, (0,)),), (Site(2, (1,)),)]
+    (judgement,) = judge(report)
+    assert any("Windows at random heads (control_random_windows_tuned) answer" in detail for detail in judgement.details)
+    assert any("After 512 tokens its cache takes" in detail for detail in judgement.details)
+    status, _, error = surgery("run", "recipe.yaml", "--dry-run")
+    assert status == 0, error

@@ -74,16 +74,17 @@ def _skill_shapes(
 def planning(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, heads: int) -> Work:
     """What plan measures, in forwards; without the steps of its trials."""
     options, work = recipe.plan, Work()
-    if options.measures:
+    halving = options.window is not None and options.window.groups == "auto" and options.window.sites is None
+    if options.measures or halving:
         _, questions_of = asked(tokenizer, recipe.locate.probe, recipe.locate.options)
         each: Sequence[Asked] = questions_of(max(2, options.auto.examples), recipe.seed)
         shapes = answer_shapes(tokenizer, each, recipe.locate.batch_size)  # type: ignore[arg-type]
-        most = plans_measured(recipe, heads)
+        most = plans_measured(recipe, heads) if options.measures else Most(0)
         work += Work.of(shapes) * most.asked
         shapes += [(TEXTS, recipe.tune.text_tokens)] * -(-options.auto.windows // TEXTS)
         skills, n = skills_of_planning(recipe), options.auto.skill_examples
         shapes += _skill_shapes(recipe, tokenizer, skills, n, recipe.seed + SEED, recipe.locate.batch_size)
-        work += Work.of(shapes) * most.plans
+        work += Work.of(shapes) * (most.plans + (heads.bit_length() + 1 if halving else 0))
     if options.state_size is not None:
         work += Work.of([(1, recipe.tune.text_tokens)]) * (WITH_BACKWARD * WINDOWS)
     return work

@@ -170,7 +170,7 @@ class Costs(StageCosts):
         self.row = ids.shape[1]
         with self._doing("timing a forward"):
             self.forward = forward_pace(self.model, ids, memory=True)
-        self.plan = assumed(recipe, self.depth, self.heads)
+        self.plan = assumed(recipe, self.model)
         self.tried = ""
 
     def all_stages(self, first: str = "locate", timed: bool = True) -> list[Stage]:
@@ -201,7 +201,7 @@ class Costs(StageCosts):
     def assumptions(self) -> tuple[str, ...]:
         """What is not known before the run."""
         result = []
-        if self.recipe.plan.sites is None:
+        if self.recipe.plan.sites is None and self.recipe.plan.kind != "window":
             result.append("Which heads lead is known after locating: the grafts are taken to be in the first layers, where "
                           "tuning costs most.")  # fmt: skip
         if self.recipe.plan.grows:
@@ -262,7 +262,7 @@ class Costs(StageCosts):
         """(a step, the seconds of all that tuning does). A layer below the first that is trained has no backward pass."""
         options = recipe.tune
         a_step, _ = step_work(self.tokenizer, options, recipe.data, recipe.seed)
-        timed_at = 0 if self.tried else min(site.layer for site in self.plan.sites)
+        timed_at = 0 if self.tried else min((site.layer for site in self.plan.sites), default=0)
         factor = (3 - 2 * trained.first / self.depth) / (3 - 2 * timed_at / self.depth)
         beside = counts.beside_the_steps(recipe, self.tokenizer, a_step)
         return a_step, step.time(a_step * options.most_steps) * factor + self.forward.time(beside)
@@ -286,7 +286,10 @@ class Costs(StageCosts):
         results = []
         for depth in CUT if deep else (self.depth,):
             model = truncate_layers(self.model, depth) if deep else self.model
-            hybrid = splice(model, remap_layers(self.plan, depth) if deep else self.plan)
+            if deep and not self.plan.sites:  # windows, of an attention that may be deeper
+                hybrid = adopt(model)
+            else:
+                hybrid = splice(model, remap_layers(self.plan, depth) if deep else self.plan)
             done = rehearse(
                 hybrid, self.tokenizer, options, data=self.recipe.data, seed=self.recipe.seed, teacher=adopt(model)
             )  # fmt: skip

@@ -17,10 +17,11 @@ from surgery.jobs.entries import entries_of
 from surgery.loading.opened import model_of
 from surgery.locating.heads import Heads, Score
 from surgery.locating.ranking import Ranking
-from surgery.records.plan import Plan
+from surgery.records.plan import Plan, PlanWindows
 from surgery.records.recipe import Recipe
 from surgery.records.site import Site
 from surgery.splicing.splice import share
+from surgery.splicing.windows import attention_groups
 from surgery.statistics import Estimate, Intervals
 from surgery.tuning.trainable import trainable
 
@@ -42,7 +43,7 @@ def models_of(base: PreTrainedModel, recipe: Recipe, chosen: Plan) -> tuple[dict
 
     def note(name: str, model: PreTrainedModel, plan: Plan, layers: list[int] | None = None) -> PreTrainedModel:
         numbers = sum(p.numel() for p in trainable(model, layers).values())
-        tuned[name] = Trained(min(layers or [site.layer for site in plan.sites]), layers, numbers)
+        tuned[name] = Trained(min(layers or [site.layer for site in plan.sites], default=0), layers, numbers)
         return model
 
     options = recipe.plan.model_copy(update={"donor": None, "donor_layers": {}, "mlp": False})
@@ -51,9 +52,14 @@ def models_of(base: PreTrainedModel, recipe: Recipe, chosen: Plan) -> tuple[dict
     return entries_of(base, without_donor, uniform_ranking(depth, heads), chosen, None, note), tuned
 
 
-def assumed(recipe: Recipe, depth: int, heads: int) -> Plan:
-    """The recipe's plan, at its sites, or while it is not known which lead, at the first: where tuning costs most."""
-    options = recipe.plan
+def assumed(recipe: Recipe, base: PreTrainedModel) -> Plan:
+    """The recipe's plan, at its sites, or while it is not known which lead, at the first: where tuning costs most. Windows
+    cost what attention costs, and are left out beside grafts."""
+    options, (depth, heads) = recipe.plan, family_of(base.config).shape(base.config)
+    if options.kind == "window":
+        assert options.window is not None
+        sites = options.window.sites or tuple(attention_groups(base)[:1])
+        return Plan(kind="window", windows=PlanWindows(sites=sites, first=options.window.first, length=options.window.length))
     if options.sites is not None:
         sites = options.sites
     elif options.kind == "layer":

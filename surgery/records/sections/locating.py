@@ -90,7 +90,7 @@ class Auto(Section):
 
 class WindowOptions(Section):
     """Which heads of the model's own attention read the first tokens of a row and the latest ones, and keep no other keys.
-    Heads that share keys, a group, have one window together. Groups whose ablation costs least come first."""
+    Heads that share keys, a group, have one window together. Groups whose window alone costs the questions least come first."""
 
     section = "plan.window"
 
