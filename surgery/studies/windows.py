@@ -301,8 +301,8 @@ def _told(rows: Sequence[Row]) -> str:
 
 def _headline(findings: Measurements) -> str:
     (row,) = rows_of(findings, WINDOWS, half(findings))
-    drawn = [value(each.figures[CHANGE]) for each in rows_of(findings, RANDOM, half(findings))]
-    at_random = f"; at random {min(drawn):+.3f} to {max(drawn):+.3f}" if drawn else ""
+    drawn = rows_of(findings, RANDOM, half(findings))
+    at_random = f"; at random {_range(drawn, CHANGE, '+.3f')}" if drawn else ""
     share, change = _share(findings.about["plans"], row), value(row.figures[CHANGE])
     return f"Windows where they cost least: {share:.2f} of the attention's cache,\nretrieval {change:+.3f}{at_random}"
 
