@@ -11,7 +11,7 @@ from surgery.evaluation.judgement import did_it_help
 from surgery.evaluation.report import Report
 from surgery.evaluation.results import HITS, value
 from surgery.records.recipe import read_recipe
-from surgery.studies import Findings
+from surgery.studies import Findings, windows
 from surgery.studies.cohort import SAME_LAYER, UNSEEN, WELL
 from surgery.studies.seeds import BASE, CONTROL, SEED, TEXT
 from surgery.studies.ways import DEFAULT, common_gains, costs
@@ -57,13 +57,29 @@ def source(record: Report | Findings, file: str) -> str:
 def claims() -> str:
     """The table of claims."""
     parts: tuple[Callable[[], Sequence[str]], ...] = (
-        _demo, _auto, _ways, _seeds, _mamba1, _deltanet, _kda, _mlstm, _cohort, _seed2, _lengths, _transformer, _state, _text,
-        _words,
+        _demo, _auto, _ways, _seeds, _mamba1, _deltanet, _kda, _mlstm, _cohort, _seed2, _lengths, _transformer, _state,
+        _windows, _text, _words,
         lambda: _letters("letters-choice", "without bounds", LOSS), lambda: _letters("letters-kept", "within bounds", SHOWN),
         lambda: _letters("letters-kept-mamba1", "within bounds, Mamba-1", SHOWN),
         _skills, _target,
     )  # fmt: skip
     return markdown.table(["claim", "scope", "best control", "record", "verdict"], [list(part()) for part in parts])
+
+
+def _windows() -> list[str]:
+    record = findings("windows-four")
+    count, groups = windows.half(record), len(record.about["groups"])
+    (row,) = windows.rows_of(record, windows.WINDOWS, count)
+    drawn = [value(each.figures[windows.CHANGE]) for each in windows.rows_of(record, windows.RANDOM, count)]
+    change, held = value(row.figures[windows.CHANGE]), record.about["plans"]
+    share = held[row.what]["attention"] / held[windows.BASE]["attention"]
+    return [
+        f"[Windows for {count} of {groups} attention heads](windows.md) of a small hybrid keep {share:.2f} of the attention's "
+        f"cache, and change retrieval by {change:+.3f}",
+        "2 attention layers, 32 pairs, 1 seed",
+        f"windows at random heads, {len(drawn)} draws: {min(drawn):+.3f} to {max(drawn):+.3f}",
+        source(record, "windows-four.findings.json"), SHOWN if windows.kept(row) and max(drawn) < change else LOSS,
+    ]  # fmt: skip
 
 
 def _kv(name: str, pairs: int, keys: str = "kv.") -> tuple[Report, str]:

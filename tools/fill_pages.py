@@ -25,6 +25,7 @@ from surgery.evaluation.judgement import did_it_help
 from surgery.evaluation.report import Report
 from surgery.evaluation.results import value
 from surgery.exporting.engines import EngineProof
+from surgery.runtime import memory
 from surgery.studies import Findings, studies
 from surgery.studies.cohort import KNOWLEDGE, OF, SAME_LAYER, TEXT, headline
 from surgery.studies.cohort import LETTERS as LETTERED
@@ -55,7 +56,9 @@ MAMBA1 = ROOT / "recipes" / "demo-mamba1.report.json"
 KERNELS = ROOT / "recipes" / "kernels.bench.json"
 KERNELS_BEFORE = ROOT / "recipes" / "kernels.before.json"  # an earlier version's, measured in the same way
 AWARE = ROOT / "recipes" / "retrieval-aware.findings.json"
+LONG = ROOT / "recipes" / "long.report.json"
 WINDOWS = ROOT / "recipes" / "windows.findings.json"
+WINDOWS_16 = ROOT / "recipes" / "windows-16.findings.json"
 WINDOWS_FOUR = ROOT / "recipes" / "windows-four.findings.json"
 STATE = ROOT / "recipes" / "state-size.findings.json"
 COHORT = ROOT / "recipes" / "cohort.findings.json"
@@ -420,6 +423,12 @@ def table_of(*names: str) -> str:
 Measured on {made[-1][1].machine}. {told}."""
 
 
+def long() -> str:
+    """The table at 32,768 tokens, and what memory the process took for it."""
+    (peak,) = Report.read(LONG).memory.values()
+    return f"""{table_of("long")} Peak memory of the process, a batch of 8 included: {memory.size(peak)}."""
+
+
 def hops(name: str) -> str:
     """The study of two hops on a base."""
     result = Findings.read(ROOT / "recipes" / f"{name}.findings.json")
@@ -474,9 +483,14 @@ PAGES: dict[Path, dict[str, Callable[[], str]]] = {
         "table mamba2": partial(table_of, "demo-mamba2", "table"),
         "table needles": partial(table_of, "lengths", "table-needles"),
         "table books": partial(table_of, "books", "table-books"),
+        "table long": long,
     },
     EVIDENCE / "hops.md": {"hops": partial(hops, "hops")},
-    EVIDENCE / "windows.md": {"windows": windows, "windows four": lambda: windows(WINDOWS_FOUR)},
+    EVIDENCE / "windows.md": {
+        "windows": windows,
+        "windows four": partial(windows, WINDOWS_FOUR),
+        "windows 16": partial(windows, WINDOWS_16),
+    },
     DOCS / "contributing" / "campaigns.md": {"kills": campaign_page.kills, "fuzz": campaign_page.fuzz},
     DOCS / "howto" / "serve-vllm.md": {"serving table": serving},
     DOCS / "howto" / "serve-mlx-lm.md": {"mlx": mlx},
