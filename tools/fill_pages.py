@@ -58,7 +58,6 @@ KERNELS_BEFORE = ROOT / "recipes" / "kernels.before.json"  # an earlier version'
 AWARE = ROOT / "recipes" / "retrieval-aware.findings.json"
 LONG = ROOT / "recipes" / "long.report.json"
 WINDOWS = ROOT / "recipes" / "windows.findings.json"
-WINDOWS_16 = ROOT / "recipes" / "windows-16.findings.json"
 WINDOWS_FOUR = ROOT / "recipes" / "windows-four.findings.json"
 STATE = ROOT / "recipes" / "state-size.findings.json"
 COHORT = ROOT / "recipes" / "cohort.findings.json"
@@ -349,9 +348,8 @@ def windows(path: Path = WINDOWS) -> str:
 
 ![{studies()[result.study].title}](../../recipes/{name}.png)
 
-`{origin.base}`, whose {len(result.about["groups"])} groups are, those that need their cache least first, the heads \
-{", ".join(result.about["groups"])}; what is tuned takes {recipe["tune"]["steps"]} steps. {recipe["bench"]["limit"]} questions \
-and {recipe["bench"]["windows"]} windows of text, intervals of 95%. Measured {origin.created[:10]} on {origin.machine}, \
+`{origin.base}`; its {len(result.about["groups"])} groups in the order of windows: {", ".join(result.about["groups"])}. What is \
+tuned takes {recipe["tune"]["steps"]} steps. {recipe["bench"]["limit"]} questions and {recipe["bench"]["windows"]} windows of text, intervals of 95%. Measured {origin.created[:10]} on {origin.machine}, \
 {origin.threads} thread, version {origin.toolkit}, seed {origin.seed} (`recipes/{name}.findings.json`)."""
 
 
@@ -486,11 +484,7 @@ PAGES: dict[Path, dict[str, Callable[[], str]]] = {
         "table long": long,
     },
     EVIDENCE / "hops.md": {"hops": partial(hops, "hops")},
-    EVIDENCE / "windows.md": {
-        "windows": windows,
-        "windows four": partial(windows, WINDOWS_FOUR),
-        "windows 16": partial(windows, WINDOWS_16),
-    },
+    EVIDENCE / "windows.md": {"windows": windows, "windows four": partial(windows, WINDOWS_FOUR)},
     DOCS / "contributing" / "campaigns.md": {"kills": campaign_page.kills, "fuzz": campaign_page.fuzz},
     DOCS / "howto" / "serve-vllm.md": {"serving table": serving},
     DOCS / "howto" / "serve-mlx-lm.md": {"mlx": mlx},

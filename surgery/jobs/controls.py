@@ -46,6 +46,8 @@ def controls_of(recipe: Recipe, base: Checkpoint, hybrids: Mapping[str, str]) ->
         if not (Path(name) / PLAN).exists() or (learnt := _learnt_by(Path(name), recipe)) is None:
             continue  # not a hybrid, or never tuned
         control = Control(Plan.read(Path(name) / PLAN), learnt, Path(name).parent / "tuning" / CONTROL_TUNED)
+        if not control.plan.sites:  # windows: without them nothing is lost that could be kept
+            continue
         if (other := _other_base(control.plan, base)) is not None:
             say(f"{label} was made from another base ({other}): {UNMEASURED}")
         elif control not in controls:
