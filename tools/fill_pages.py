@@ -348,9 +348,10 @@ def windows(path: Path = WINDOWS) -> str:
 
 ![{studies()[result.study].title}](../../recipes/{name}.png)
 
-`{origin.base}`; its {len(result.about["groups"])} groups in the order of windows: {", ".join(result.about["groups"])}. What is \
-tuned takes {recipe["tune"]["steps"]} steps. {recipe["bench"]["limit"]} questions and {recipe["bench"]["windows"]} windows of text, intervals of 95%. Measured {origin.created[:10]} on {origin.machine}, \
-{origin.threads} thread, version {origin.toolkit}, seed {origin.seed} (`recipes/{name}.findings.json`)."""
+`{origin.base}`; its groups in the order of windows: {", ".join(result.about["groups"])}. What is tuned takes \
+{recipe["tune"]["steps"]} steps. {recipe["bench"]["limit"]} questions and {recipe["bench"]["windows"]} windows of text, \
+intervals of 95%. Measured {origin.created[:10]} on {origin.machine}, {origin.threads} thread, version {origin.toolkit}, seed \
+{origin.seed} (`recipes/{name}.findings.json`)."""
 
 
 def state_size() -> str:

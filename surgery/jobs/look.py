@@ -35,6 +35,7 @@ from surgery.runtime.memory import size
 from surgery.runtime.progress import busy
 from surgery.splicing.remembered import opened, remembered_tokenizer
 from surgery.splicing.splice import adopt, install
+from surgery.splicing.windows import attention_groups
 from surgery.statistics import CEILING, Estimate, Proportion, at_chance, mean, proportion
 from surgery.world.tokenizer import is_of_the_world
 
@@ -181,7 +182,7 @@ def look(
             skills = _skills(adopted, words, facts, seed)
         with busy("measuring its loss on the text"):
             loss = None if windows is None else _loss(adopted, windows, str(text), vocabulary)
-    worth, verdict = _verdict(why_not, retrieval, loss)
+    worth, verdict = _verdict(why_not, retrieval, loss, _groups(adopted))
     return ModelLook(
         **environment().model_dump(), model=name, model_type=given.config.model_type,
         parameters=sum(p.numel() for p in adopted.parameters()), dtype=str(adopted.dtype).removeprefix("torch."),
@@ -266,8 +267,16 @@ def _loss(model: PreTrainedModel, windows: Any, source: str, vocabulary: int) ->
     return TextLoss(source=display_name(source), loss=mean(np.array(losses)), uniform=math.log(vocabulary))
 
 
-def _verdict(why_not: str, retrieval: dict[str, Measured], text: TextLoss | None) -> tuple[bool, str]:
-    """Whether editing is worth trying, and a line that says so."""
+def _groups(model: PreTrainedModel) -> int:
+    """How many groups of attention heads can have a window."""
+    try:
+        return len(attention_groups(model))
+    except UserError:  # an attention that can have none, or a model that is not known here
+        return 0
+
+
+def _verdict(why_not: str, retrieval: dict[str, Measured], text: TextLoss | None, groups: int) -> tuple[bool, str]:
+    """Whether editing is worth trying, and a line that says so. groups: of attention heads that can have a window."""
     smallest, largest = next(iter(retrieval)), list(retrieval)[-1]
     beyond_chance = [n for n, each in retrieval.items() if not each.at_chance]
     on_text = ""
@@ -282,10 +291,13 @@ def _verdict(why_not: str, retrieval: dict[str, Measured], text: TextLoss | None
             f"not worth editing, because it does not retrieve: with dictionaries of {smallest} entries it answers {first}. "
             f"So no heads can be located.{on_text}"
         )
+    shrinks = f" Windows for some of its {groups} groups of attention heads may shrink the cache (plan.kind=window)." * bool(
+        groups
+    )
     if (last := retrieval[largest]).accuracy.accuracy >= CEILING:
         return False, (
             f"not worth editing, because there is nothing to gain here: with {largest} entries it answers {last.accuracy}. "
-            f"Ask for more (bench.suites=length).{on_text}"
+            f"Ask for more (bench.suites=length).{shrinks}{on_text}"
         )
     return True, (
         f"worth trying: it retrieves ({first.accuracy.accuracy:.2f} with {smallest} entries), and less from larger "
