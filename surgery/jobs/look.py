@@ -291,13 +291,11 @@ def _verdict(why_not: str, retrieval: dict[str, Measured], text: TextLoss | None
             f"not worth editing, because it does not retrieve: with dictionaries of {smallest} entries it answers {first}. "
             f"So no heads can be located.{on_text}"
         )
-    shrinks = f" Windows for some of its {groups} groups of attention heads may shrink the cache (plan.kind=window)." * bool(
-        groups
-    )
+    shrinks = f" Windows for some of its {groups} groups of attention heads may shrink the cache (plan.kind=window)."
     if (last := retrieval[largest]).accuracy.accuracy >= CEILING:
         return False, (
             f"not worth editing, because there is nothing to gain here: with {largest} entries it answers {last.accuracy}. "
-            f"Ask for more (bench.suites=length).{shrinks}{on_text}"
+            f"Ask for more (bench.suites=length).{shrinks if groups else ''}{on_text}"
         )
     return True, (
         f"worth trying: it retrieves ({first.accuracy.accuracy:.2f} with {smallest} entries), and less from larger "

@@ -54,6 +54,9 @@ def test_a_model_that_retrieves_is_worth_a_try():
     hybrid = package.splice(base, package.Plan(kind="head", sites=(package.Site(0, (0,)),)))
     assert held.bytes + held.a_head == cache_bytes(prefilled(hybrid, 300))
     assert look(hybrid, base.tokenizer).verdict == "not worth editing, because it is a hybrid already."
+    attentive = look(package.load(str(TINY.parent / "tiny-hybrid")))
+    assert not attentive.worth
+    assert "Windows for some of its 2 groups of attention heads may shrink the cache" in attentive.verdict
 
 
 def test_the_built_in_models_alone_know_the_small_world():
