@@ -33,6 +33,7 @@ from surgery.studies.state_size import summarise
 from surgery.studies.windows import summarise as windows_told
 from tools import books_page, campaign_page, claims_page, costs_page, mixers_page, reference_parts, ways_page
 from tools.bench_kernels import Benchmark, cell_rows
+from tools.ruler_check import RulerCheck
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -428,6 +429,20 @@ def long() -> str:
     return f"""{table_of("long")} Peak memory of the process, a batch of 8 included: {memory.size(peak)}."""
 
 
+def ruler() -> str:
+    """RULER's examples beside the harness's own."""
+    record = RulerCheck.read(ROOT / "recipes" / "ruler.json")
+    lengths = sorted({int(length) for counts in record.equal.values() for length in counts})
+    (examples,) = {n for counts in record.equal.values() for n in counts.values()}
+    packages = ", ".join(f"{name} {record.packages[name]}" for name in ("lm_eval", "wonderwords", "nltk"))
+    return (
+        f"The same, prompt and answers: {examples} examples of each of {len(record.equal)} tasks at "
+        f"{' and '.join(f'{length:,}' for length in lengths)} tokens, made by the harness and here with {packages} and a novel "
+        f"for the essays. Compared {record.created[:10]}, version {record.toolkit}, seed {record.seed} (`python -m "
+        "tools.ruler_check`, `recipes/ruler.json`)."
+    )
+
+
 def hops(name: str) -> str:
     """The study of two hops on a base."""
     result = Findings.read(ROOT / "recipes" / f"{name}.findings.json")
@@ -487,6 +502,7 @@ PAGES: dict[Path, dict[str, Callable[[], str]]] = {
     EVIDENCE / "hops.md": {"hops": partial(hops, "hops")},
     EVIDENCE / "windows.md": {"windows": windows, "windows four": partial(windows, WINDOWS_FOUR)},
     DOCS / "contributing" / "campaigns.md": {"kills": campaign_page.kills, "fuzz": campaign_page.fuzz},
+    DOCS / "howto" / "table.md": {"ruler": ruler},
     DOCS / "howto" / "serve-vllm.md": {"serving table": serving},
     DOCS / "howto" / "serve-mlx-lm.md": {"mlx": mlx},
     DOCS / "howto" / "serve-llama-cpp.md": {"gguf": gguf},
