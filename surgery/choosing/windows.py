@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 
 import numpy as np
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.choosing.bounded import Measuring, NoPlan, PlanMeasurement, growth_of
 from surgery.choosing.task import ChoiceTask
@@ -22,6 +22,7 @@ from surgery.locating.ranking import Ranking
 from surgery.locating.skill_scores import TEXT
 from surgery.locating.subject import Subject
 from surgery.models.cache import cache_after
+from surgery.probes.encoded import Asked
 from surgery.probes.scoring import batches
 from surgery.probes.skills import keeps
 from surgery.records.growth import Candidate, Growth
@@ -62,15 +63,20 @@ def _groups(model: PreTrainedModel) -> list[Site]:
     return groups
 
 
-def least_needed(measuring: Measuring, options: WindowOptions, grafts: Plan | None = None) -> list[Site]:
-    """All groups of attention heads, those first whose window alone costs the questions least. Raises UserError where windows
-    would read all of them."""
-    longest = max(len(row) for _, each in batches(measuring.subject.tokenizer, measuring.questions, 64) for row in each.rows)
+def check_length(tokenizer: PreTrainedTokenizerBase, questions: Sequence[Asked], options: WindowOptions) -> None:
+    """Raise UserError for questions so short that windows would read all of them."""
+    longest = max(len(row) for _, each in batches(tokenizer, questions, 64) for row in each.rows)
     if longest <= options.length:
         raise UserError(
             f"plan.window.length: the questions have {longest} tokens at most, and a window of {options.length} reads all of "
             "them, so it would change nothing; lower it, or rank by longer ones"
         )
+
+
+def least_needed(measuring: Measuring, options: WindowOptions, grafts: Plan | None = None) -> list[Site]:
+    """All groups of attention heads, those first whose window alone costs the questions least. Raises UserError where windows
+    would read all of them."""
+    check_length(measuring.subject.tokenizer, measuring.questions, options)
     groups = _groups(measuring.subject.model)
     alone = measuring.measure([windowed([group], options, grafts) for group in groups], "plan, a window for each group alone")
     return [groups[i] for i in np.argsort([float(each.loss.mean()) for each in alone], kind="stable")]

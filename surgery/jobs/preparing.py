@@ -3,7 +3,7 @@
 from transformers import PreTrainedTokenizerBase
 
 from surgery.choosing import check_way
-from surgery.choosing.windows import check_windows
+from surgery.choosing.windows import check_length, check_windows
 from surgery.errors import UserError
 from surgery.evaluation import harness
 from surgery.evaluation.bench import invented
@@ -15,7 +15,7 @@ from surgery.families import family_of
 from surgery.jobs.sizes import check_bench, check_tuning
 from surgery.loading.empty import load_empty
 from surgery.loading.opened import Checkpoint
-from surgery.locating.questions import check_questions
+from surgery.locating.questions import asked, check_questions
 from surgery.probes.knowledge import Knowledge, Letters
 from surgery.probes.perplexity import TextWindows
 from surgery.records.recipe import Recipe
@@ -70,6 +70,8 @@ def check_run(recipe: Recipe, base: Checkpoint) -> None:
     options = recipe.plan
     if options.window is not None:
         check_windows(base.model, options.window)
+        _, questions = asked(base.tokenizer, recipe.locate.probe, recipe.locate.options)
+        check_length(base.tokenizer, questions(max(2, recipe.plan.auto.examples), recipe.seed), options.window)
     if options.kind == "window":
         if recipe.tune.lora is None:
             raise UserError("plan.kind=window: windows have no weights; adapters are tuned beside them: set tune.lora")

@@ -24,7 +24,6 @@ from surgery.exporting.folder import RECORD, Exported
 from surgery.exporting.verifications import check_way
 from surgery.families import family_of
 from surgery.jobs.costs.announced import Announced
-from surgery.jobs.costs.models import assumed
 from surgery.jobs.entries import entries_of
 from surgery.jobs.locating_stage import RANKING, located
 from surgery.jobs.opening import open_base, open_donor
@@ -50,7 +49,7 @@ from surgery.runtime.memory import size, trim
 from surgery.runtime.processes import on_main
 from surgery.runtime.progress import busy, duration, say
 from surgery.runtime.timing import Stopwatch, processor_seconds
-from surgery.splicing.splice import adopt, splice
+from surgery.splicing.splice import adopt, ungrafted
 from surgery.statistics import at_chance
 from surgery.tuning.lora import matches
 from surgery.tuning.plateau import taken
@@ -86,8 +85,7 @@ def run(
         check_run(recipe, base)
         try_engine(recipe.bench)
         if recipe.tune.lora is not None:
-            windows = recipe.plan.kind == "window"  # of a hybrid, whose own grafts can have adapters, too
-            matches(splice(base.model, assumed(recipe, base.model)) if windows else adopt(base.model), recipe.tune.lora)
+            matches(ungrafted(base.model), recipe.tune.lora)  # attention layers that the base brought can have adapters, too
         earlier = begin(out, "run", recipe, resume=resume, overwrite=overwrite)
         name_texts(recipe, base.tokenizer)
         change = first_change(earlier, recipe) if earlier else None

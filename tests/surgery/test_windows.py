@@ -357,8 +357,9 @@ def test_a_run_with_windows_asks_what_is_kept(surgery, tmp_path, painted):
     (tmp_path / "recipe.yaml").write_text(RUN)
     status, _, error = surgery("run", "recipe.yaml", "--set", "tune.lora=null", "--out", "out")
     assert (status, "windows have no weights; adapters are tuned beside them: set tune.lora" in error) == (2, True)
-    status, _, error = surgery("run", "recipe.yaml", "--set", "plan.window.groups=3", "--out", "out")
-    assert (status, "plan.window.groups: the model has 2 groups" in error, (tmp_path / "out").exists()) == (2, True, False)
+    for setting, why in (("groups=3", "the model has 2 groups"), ("length=999", "a window of 999 reads all of them")):
+        status, _, error = surgery("run", "recipe.yaml", "--set", f"plan.window.{setting}", "--out", "out")
+        assert (status, why in error, (tmp_path / "out").exists()) == (2, True, False)
     status, _, error = surgery("run", "recipe.yaml", "--out", "out", "--verify", "tensors")
     assert status == 0, error
     report = Report.read(tmp_path / "out" / "report.json")
