@@ -171,19 +171,6 @@ def test_every_verb_by_itself_on_more(surgery, admitted, tmp_path, patient):
     step_by_step(surgery, admitted, tmp_path, patient)
 
 
-def test_the_doctor_sees_no_patient(surgery):
-    """It asks what the machine can do, and nothing of a model."""
-    status, out, err = surgery("doctor", "--json")
-    assert (status, err) == (0, "")
-    assert json.loads(out)["verdicts"]
-
-
-def test_a_model_without_a_tokenizer_is_told_how_to_give_one(admitted):
-    folder, _ = admitted(Patient("cartesia-ai/Llamba-3B", "float32", "one file", "Llama 3"))
-    with pytest.raises(UserError, match=rf"^{folder} holds no tokenizer: say where one is"):
-        load(folder)
-
-
 @pytest.mark.parametrize("name", NAMES)
 @torch.inference_mode()
 def test_a_published_configuration_computes_what_transformers_does(tmp_path, name):

@@ -5,17 +5,15 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 
 from surgery.kernels import probing
 from surgery.kernels.attention import GRAFT_ATTENTION
 from surgery.kernels.conv import CAUSAL_CONV
 from surgery.kernels.dispatch import Operation
-from surgery.kernels.divergence import KL_DIVERGENCE
 from surgery.kernels.norm import RMS_NORM
-from surgery.kernels.selective import SELECTIVE_SCAN, SELECTIVE_STEP
-from surgery.kernels.ssd import SSD_SCAN, SSD_STEP
+from surgery.kernels.selective import SELECTIVE_SCAN
+from surgery.kernels.ssd import SSD_SCAN
 
 LEARNT = (CAUSAL_CONV, SSD_SCAN, SELECTIVE_SCAN, RMS_NORM, GRAFT_ATTENTION)
 BACKENDS = [(operation, name) for operation in LEARNT for name in operation.backends]
@@ -53,8 +51,11 @@ def error(actual: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
     return max(((a.double() - e).norm() / e.norm()).item() for a, e in zip(actual, exact, strict=True))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
-@pytest.mark.parametrize("passes", [(True, False), (False, True), (True, True)], ids=["forward", "backward", "both"])
+@pytest.mark.parametrize(
+    ("passes", "dtype"),
+    [((True, False), torch.float32), ((False, True), torch.float32), ((True, True), HALF[0]), ((True, True), HALF[1])],
+    ids=["forward", "backward", "both, bfloat16", "both, float16"],
+)
 @pytest.mark.parametrize(("operation", "backend"), BACKENDS, ids=[f"{operation.name}-{name}" for operation, name in BACKENDS])
 def test_autocast_in_one_pass_alone(operation, backend, passes, dtype):
     args = example(operation, dtype)
@@ -115,16 +116,6 @@ def test_a_forward_mode_derivative_is_not_lost(operation):
         tangent = forward_ad.unpack_dual(loss(operation, args)(*duals)).tangent
     assert tangent is not None
     assert tangent.item() == pytest.approx(sum(m.sum().item() for m in exact), rel=1e-3)
-
-
-@pytest.mark.parametrize("operation", [*LEARNT, SSD_STEP, SELECTIVE_STEP, KL_DIVERGENCE], ids=lambda operation: operation.name)
-def test_fake_tensors_have_no_memory_to_read(operation):
-    args = operation.example(CPU, torch.float32)
-    shapes = [m.shape for m in run(operation, args)]
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        assert [m.shape for m in run(operation, args)] == shapes  # tensors that are there, results that are not
-        faked = tuple(mode.from_tensor(m) if isinstance(m, Tensor) else m for m in args)
-        assert [m.shape for m in run(operation, faked)] == shapes
 
 
 @pytest.mark.parametrize("operation", [SSD_SCAN, SELECTIVE_SCAN], ids=lambda operation: operation.name)

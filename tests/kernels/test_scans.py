@@ -328,13 +328,6 @@ def test_strong_decay(name, backend, data, strength, everywhere):
     assert_all_near(gradients(name, args, backend), gradients(name, double(args), "reference"))
 
 
-@few
-@given(scan=scans(forgetting=(0.1, 1.0)), chunk_size=st.sampled_from([8, 32, 256]))
-def test_stock_ssd_equals_ours(scan, chunk_size):
-    """transformers' own carries the state less exactly where tokens forget strongly, hence gentle decay here."""
-    assert_all_near(ssd_scan(*scan, chunk_size=chunk_size, backend="stock"), truth("ssd", scan), 5e-5, 1e-2)
-
-
 @ours
 def test_a_state_carries_a_sequence_on(name, backend):
     kernel = KERNELS[name]

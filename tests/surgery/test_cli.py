@@ -306,29 +306,6 @@ def test_a_plan_refuses_sites_that_the_ranked_model_does_not_have(surgery, finis
     assert complaint in err
 
 
-def test_prune_finds_the_minimal_model(surgery, tiny, tmp_path):
-    """All retrieval of the built-in base sits in its first layer."""
-    asked = ("--set", "locate.examples=40", "--set", "locate.options.pairs=8")
-    status, out, err = surgery("prune", tiny.name, *asked, "--out", "cut")
-    assert status == 0, err
-    found = json.loads((tmp_path / "cut" / "pruning.json").read_text())
-    assert found["minimal"] == 1
-    assert (
-        found["shortened"][-1]["retrieval"]["accuracy"]["accuracy"] < 0.5 < found["base"]["retrieval"]["accuracy"]["accuracy"]
-    )
-    assert "first 1 layers" in out
-
-
-def test_locate_works_on_a_transformer(surgery, folder, tmp_path):
-    status, _, err = surgery("locate", folder / "llama", "--recipe", folder / "quick.yaml", "--out", "looked")
-    assert status == 0, err
-    ranking = json.loads((tmp_path / "looked" / "ranking.json").read_text())
-    assert {head["kind"] for head in ranking["heads"]} == {"attention"}
-    status, _, err = surgery("plan", "looked/ranking.json")
-    assert status == 2
-    assert "cannot be spliced" in err
-
-
 def test_kernels_asked_for_by_the_environment(surgery, folder, tmp_path, monkeypatch):
     monkeypatch.setenv("SURGERY_KERNELS", "graft_attention=flash2")
     _refused(surgery, ("locate", folder / "base"), "graft_attention: the backend 'flash2' was asked for", tmp_path, set())
@@ -358,13 +335,6 @@ def test_a_plan_for_another_base_is_refused(surgery, folder, finished, tmp_path)
         model.backbone.norm_f.weight[0] += 1
     model.save_pretrained(other)
     _refused(surgery, ("splice", other, plan, "--out", "x"), "made for another base", tmp_path, {"other"})
-
-
-def test_a_foreign_output_folder_is_left_alone(surgery, folder, tmp_path):
-    (tmp_path / "thesis").mkdir()
-    (tmp_path / "thesis" / "chapter.tex").write_text("text")
-    _refused(surgery, ("run", folder / "quick.yaml", "--out", "thesis"), "no earlier run", tmp_path, {"thesis"})
-    assert [path.name for path in (tmp_path / "thesis").iterdir()] == ["chapter.tex"]
 
 
 def _refused(surgery, arguments, complaint, tmp_path, there):

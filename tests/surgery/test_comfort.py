@@ -9,7 +9,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM
 
 import surgery
 from surgery.errors import UserError
@@ -20,7 +20,7 @@ from surgery.records.plan import Plan
 from surgery.splicing.remembered import recalled
 from surgery.splicing.splice import adopt, graft_parameters, splice, unsplice
 from surgery.statistics import Estimate
-from tests.conftest import BASES, TINY, VOCABULARY, random_base
+from tests.conftest import BASES, VOCABULARY, random_base
 from tests.surgery.test_layer_graft import random_donor
 
 HEADS = Plan(sites=("L0.H1", "L1.H3,5"))
@@ -155,20 +155,6 @@ def test_what_learns_is_printed_as_peft_does(capsys):
     total = sum(p.numel() for p in hybrid.parameters())
     expected = f"trainable params: {trained:,} || all params: {total:,} || trainable%: {100 * trained / total:.4f}\n"
     assert capsys.readouterr().out == expected
-
-
-def test_a_trainer_trains_grafts_alone(tokens, tmp_path):
-    _, hybrid = built("heads")
-    before = {name: p.detach().clone() for name, p in hybrid.named_parameters()}
-    rows = [{"input_ids": row.tolist()} for row in tokens]
-    arguments = TrainingArguments(
-        str(tmp_path), max_steps=2, learning_rate=0.1, report_to="none", use_cpu=True, disable_tqdm=True, save_steps=2
-    )
-    Trainer(hybrid, arguments, train_dataset=rows, data_collator=DataCollatorWithFlattening()).train()
-    changed = {name for name, p in hybrid.named_parameters() if not torch.equal(p, before[name])}
-    assert changed <= set(graft_parameters(hybrid))
-    assert {name.split(".graft.")[1] for name in changed} >= {"q_proj.weight", "k_proj.weight", "qk_conv.weight", "log_tau"}
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-2").surgery.plan == HEADS
 
 
 def test_a_hybrid_remembers_what_was_done(folder, tokenizer, tokens, tmp_path, monkeypatch):
@@ -330,11 +316,3 @@ def test_a_report_shows_its_page_in_a_notebook(folder, tmp_path, monkeypatch):
     report.show()
     assert len(shown) == 1
     assert shown[0].startswith('<iframe srcdoc="&lt;!doctype html&gt;')
-
-
-def test_the_tiny_model_can_be_named_once(tmp_path):
-    """The whole of a user's session, but for locating and tuning."""
-    base = surgery.load(TINY)
-    hybrid = surgery.splice(base, Plan(sites=("L1.H3",)))
-    surgery.export(hybrid, tmp_path / "hybrid")
-    assert surgery.load(tmp_path / "hybrid").model.surgery.base == str(TINY)

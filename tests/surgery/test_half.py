@@ -85,11 +85,6 @@ def logits(model, inputs, dtype) -> Tensor:
 
 
 @half
-def test_logits_are_near_those_of_float64(model, padded, dtype):
-    assert relative(logits(model, padded, dtype), logits(model, padded, torch.float64)) < HALF[dtype]
-
-
-@half
 @torch.no_grad()
 def test_cached_logits_are_near_those_of_float64(model, padded, dtype):
     exact, narrow = logits(model, padded, torch.float64), copy.deepcopy(model).to(dtype)

@@ -7,11 +7,8 @@ import time
 
 import pytest
 
-from surgery.errors import UserError
 from surgery.jobs import interruption, output_folder
 from surgery.jobs.interruption import continuation
-from surgery.jobs.tune_hybrid import tune_hybrid
-from surgery.records.recipe import Recipe
 
 
 @pytest.mark.parametrize(
@@ -91,11 +88,3 @@ def test_a_signal_that_python_drops_comes_again():
     with pytest.raises(interruption.Interrupted):
         work()
     assert sys.unraisablehook is hook
-
-
-@pytest.mark.parametrize("options", [{"overwrite": True}, {"resume": True}, {}])
-def test_tuning_refuses_a_folder_that_it_could_not_replace_before_the_work(tmp_path, options):
-    (tmp_path / "thesis").mkdir()
-    (tmp_path / "thesis" / "chapter.tex").write_text("x")
-    with pytest.raises(UserError, match="exists and is not an earlier export"):
-        tune_hybrid(Recipe(model=str(tmp_path / "missing")), tmp_path / "thesis", **options)

@@ -233,16 +233,6 @@ def test_a_gain_beside_a_loss_is_no_yes(report, task, change, is_lost):
     assert len(failed) == is_lost
 
 
-@pytest.mark.parametrize("name", ["letters", "letters-choice"])
-def test_the_verdict_on_a_head_that_is_for_two_skills(name):
-    """tiny-letters answers lettered questions with the head that is found for dictionaries."""
-    report = Report.read(ROOT / "recipes" / f"{name}.report.json", unsealed="refuse")
-    (judged,) = judge(report)
-    assert judged.verdict == "mixed"
-    assert "letters" in lost(report, "tuned")
-    assert "it loses letters" in judged.answer
-
-
 def test_heads_located_by_letters_are_judged_by_letters():
     report = Report.read(ROOT / "recipes" / "letters.report.json")
     located = Located(probe="letters", accuracy=Proportion(accuracy=0.98, ci95=(0.95, 1.0), n=128), chance=0.25)

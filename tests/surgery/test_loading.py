@@ -19,7 +19,7 @@ from surgery.records.plan import Plan
 from surgery.records.recipe import Recipe, read_recipe
 from surgery.records.site import Site
 from surgery.world.tokenizer import build_tokenizer
-from tests.conftest import BASES, SAME, VOCABULARY, random_base
+from tests.conftest import BASES, VOCABULARY, random_base
 
 TWO = (Site(0, (3, 5)),)
 QUICK = (
@@ -191,27 +191,3 @@ def test_records_of_earlier_versions_name_a_place_seen_from_where_they_ran(tmp_p
     (tmp_path / "hybrid" / "base").mkdir()
     assert origin.place(tmp_path / "hybrid") == str(tmp_path / "hybrid" / "base")
     assert origin.model_copy(update={"hub": True, "name": "a/b"}).place(tmp_path) == "a/b"
-
-
-@torch.no_grad()
-def cached(model, ids, parts):
-    """Logits of a row that goes in by parts of these lengths, the later ones from a cache."""
-    cache, found = None, []
-    for part in ids.split(parts, dim=1):
-        output = model(part, cache_params=cache, use_cache=True)
-        cache = output.cache_params
-        found.append(output.logits)
-    return torch.cat(found, 1)
-
-
-@pytest.mark.usefixtures("in_float64")
-@pytest.mark.parametrize("parts", [[4, 1, 1, 1, 1, 1], [1] * 9, [5, 4], [2, 3, 4]], ids=str)
-@pytest.mark.parametrize("family", ["dt limit", "mamba", "falcon mamba", "llamba"])
-def test_a_cache_is_exact_where_it_is_not_in_transformers(family, parts):
-    """transformers 5.23 ignores time_step_limit when it decodes with Mamba-2, and begins anew when several tokens follow a
-    cache with Mamba-1 and Falcon-Mamba."""
-    model = package.adopt(BASES[family]().double())
-    ids = torch.randint(1, 99, (2, 9), generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        whole = model(ids).logits
-    torch.testing.assert_close(cached(model, ids, parts), whole, **SAME)

@@ -32,7 +32,7 @@ from surgery.records.site import Site
 from surgery.runtime.quiet import hush_transformers
 from surgery.splicing.splice import adopt, splice
 from surgery.statistics import Estimate, mean, means
-from tests.conftest import ROOT, SAME, VARIANTS, VOCABULARY, but_slow, float64, random_base, subject
+from tests.conftest import SAME, VARIANTS, VOCABULARY, but_slow, float64, random_base, subject
 from tests.surgery.test_anatomy import build
 from tests.surgery.test_replay import untouched
 
@@ -397,33 +397,6 @@ def test_hopeless_heads_are_given_up_and_the_leading_ones_are_not(tiny):
     assert (asked == 32).sum() < 10
     assert (asked[wanted.mean(0).argsort()[-3:]] == 32).all()
     np.testing.assert_allclose(got[~np.isnan(got)], wanted[~np.isnan(got)], **SAME)
-
-
-def test_a_damaged_ranking_is_refused_before_anything_is_written(surgery, tmp_path):
-    settings = ("locate.examples=4", "locate.exact=false", "locate.options.pairs=4")
-    options = (
-        "locate",
-        ROOT / "checkpoints" / "tiny-mamba2",
-        *(part for s in settings for part in ("--set", s)),
-        "--out",
-        "out",
-    )
-    assert surgery(*options)[0] == 0
-    (tmp_path / "out" / "ranking.json").write_text("{}{}")
-    before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
-    status, _, error = surgery(*options, "--set", "seed=9", "--resume")
-    assert (status, error.count("\n")) == (2, 1)
-    assert "ranking.json' was not written by this toolkit, or was changed since" in error
-    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
-
-
-@pytest.mark.parametrize("option", ["name", "tokenizer"])
-def test_an_option_that_is_named_like_an_argument_is_refused(surgery, option):
-    status, _, error = surgery(
-        "locate", ROOT / "checkpoints" / "tiny-mamba2", "--set", f"locate.options={{{option}: kv}}", "--out", "o"
-    )
-    assert (status, len(error.strip().splitlines()[-1:])) == (2, 1)
-    assert "Traceback" not in error
 
 
 def test_sizes_of_zero_are_refused_without_torchs_warnings():

@@ -12,7 +12,7 @@ from surgery.jobs.entries import entries_of, names_of
 from surgery.locating.locate import locate
 from surgery.records.names import is_control
 from surgery.records.plan import Plan
-from surgery.records.recipe import Lesson, Lora, Recipe, Tune, read_recipe
+from surgery.records.recipe import Lesson, Lora, Recipe, Tune
 from surgery.splicing.splice import adopt, graft_parameters, splice, unsplice
 from surgery.tuning import lora
 from surgery.tuning.distil import Distillation
@@ -247,20 +247,6 @@ def test_the_control_has_the_same_adapters():
     own = {name for name in names if ".layers.1.mixer." in name}
     assert changed == own | {f"backbone.layers.{i}.mixer.in_proj.weight" for i in (0, 2)}
     assert not graft_parameters(control)
-
-
-@pytest.mark.parametrize(
-    ("setting", "line"),
-    [
-        ("tune.lora.target_modules=[]", "tune.lora.target_modules"),
-        ("tune.lora={target_modules: [in_proj], r: 0}", "tune.lora.r"),
-        ("tune.lora={}", "tune.lora.target_modules is missing"),
-        ("tune.lora.target=[in_proj]", "tune.lora"),
-    ],
-)
-def test_settings_are_checked(setting, line):
-    with pytest.raises(UserError, match=line):
-        read_recipe(None, [setting], model="m")
 
 
 def test_the_command_refuses_a_dead_end_before_anything_is_written(surgery, tmp_path):

@@ -47,8 +47,7 @@ def same(first, second):
     return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-@pytest.mark.parametrize("how", ["cpu", "disk"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "how"), [*zip(FAMILIES, ("cpu", "disk") * 2, strict=True)])
 def test_offloaded_is_the_same_model(family, how, tmp_path):
     for kind, plan in KINDS.items():
         if kind == "copying" and family in ("mamba", "falcon mamba"):

@@ -7,7 +7,6 @@ import torch
 from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, DynamicCache, LlamaConfig, Trainer, TrainingArguments
 
 from surgery.hybrids.packed import packing
-from surgery.kernels.dispatch import use
 from surgery.splicing.splice import adopt, splice
 from surgery.tuning.distil import Distillation
 from surgery.tuning.partial_run import PartialRun
@@ -155,22 +154,6 @@ def test_nan_stays_in_its_document(model, ids):
     assert found[0][1].abs().min() > 0
     assert torch.equal(found[0][0], found[1][0])
     assert torch.equal(found[0][1], found[1][1])
-
-
-SERVING = (
-    ("plain: one head", {"causal_conv": "stock", "ssd_scan": "stock", "graft_attention": "reference"}),
-    ("plain: one head", {"causal_conv": "shifted", "ssd_scan": "chunked"}),
-    ("llamba: one head", {"causal_conv": "reference", "ssd_scan": "reference"}),
-    ("mamba: one head", {"selective_scan": "stock", "causal_conv": "stock"}),
-    ("falcon mamba: one head", {"selective_scan": "chunked", "graft_attention": "reference"}),
-)
-
-
-@pytest.mark.parametrize(("model", "kernels"), SERVING, indirect=["model"])
-def test_whichever_kernel_serves(model, kernels, ids):
-    with use(**kernels):
-        found = model(ids, position_ids=positions()).logits
-    assert_near(found, apart(copy.deepcopy(model).double(), ids), ERROR)
 
 
 @over(("mamba2, at random: layer", *ONE_A_FAMILY))

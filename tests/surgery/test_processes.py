@@ -161,16 +161,6 @@ def test_an_interrupted_locate_goes_on_where_it_was(surgery, folder, whole, tmp_
     assert "Accuracy of the base" in out
 
 
-def test_a_damaged_file_is_named(surgery, folder, tmp_path, monkeypatch):
-    watch(monkeypatch)["stop"] = 1
-    assert surgery("locate", folder, *ASKED, "--out", "parts")[0] != 0
-    for path in (tmp_path / "parts" / "locate").iterdir():
-        path.write_bytes(b"\xff" * 99)
-    status, _, err = surgery("locate", folder, *ASKED, "--out", "parts", "--resume")
-    assert status == 2
-    assert "was not written by this toolkit, or was changed since" in err.splitlines()[-1]
-
-
 @pytest.mark.usefixtures("in_float64")
 def test_what_processes_hand_each_other_keeps_its_bits():
     for dtype in (torch.float16, torch.float64):

@@ -10,14 +10,9 @@ import pytest
 import surgery as package
 from surgery.errors import UserError
 from surgery.evaluation import bench as benching
-from surgery.locating.attribution import attribute_starts
 from surgery.locating.locate import locate
 from surgery.locating.planning import plan
 from surgery.locating.ranking import COLUMNS
-from surgery.locating.subject import Subject
-from surgery.locating.walk import fully_gated
-from surgery.probes.encoded import encode
-from surgery.probes.kv import KVRetrieval
 from surgery.records.recipe import Bench
 from surgery.world.tokenizer import build_tokenizer
 from tests.conftest import VOCABULARY, random_base
@@ -165,17 +160,6 @@ def test_options_are_checked_before_anything_is_measured(base, tokenizer):
     with pytest.raises(UserError, match="ablation: Input should be 'zero', 'mean' or 'resample'"):
         locate(base, tokenizer, ablation="none")
     assert plan(locate(base, tokenizer, **FEW, exact=False), heads=1).sites
-
-
-def test_attribution_keeps_no_activations(base, tokenizer, live_bytes):
-    """A hook on a tensor that holds the tensor is a cycle which Python's collector does not see."""
-    gated = fully_gated(Subject.of(base, tokenizer))
-    encoded = encode(tokenizer, KVRetrieval(16).questions(6, seed=0))
-    attribute_starts(gated, encoded)
-    before = live_bytes()
-    for _ in range(3):
-        attribute_starts(gated, encoded)
-    assert live_bytes() == before
 
 
 def test_bench_digests_the_tokenizer_once(base, tokenizer, monkeypatch):

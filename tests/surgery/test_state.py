@@ -261,12 +261,6 @@ def test_a_plan_keeps_as_many_everywhere_in_order(kept):
         Plan(sites=("L1.H1",), kept_state=kept)
 
 
-@pytest.mark.parametrize("size", [0, 16, 17])
-def test_a_size_that_is_none_is_refused(size):
-    with pytest.raises(UserError, match=f"has 16 dimensions; {size} is not 1 to 15"):
-        shrink_state(load(ROOT / "checkpoints" / "tiny-mamba2"), Plan(sites=("L0.H2",)), size)
-
-
 RECIPE = """
 model: checkpoints/tiny-mamba2
 seed: 3

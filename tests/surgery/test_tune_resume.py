@@ -18,7 +18,7 @@ from surgery.records.plan import Plan
 from surgery.records.recipe import Data, EarlyStopping, Lesson, Lora, Tune
 from surgery.runtime import ownership
 from surgery.splicing.splice import graft_parameters, splice
-from surgery.tuning import early_stopping, state, steps
+from surgery.tuning import state, steps
 from surgery.tuning.distil import Distillation
 from surgery.tuning.loop import tune
 
@@ -170,62 +170,6 @@ def test_checkpoints_are_also_written_by_time(hybrid, tokenizer, tmp_path, monke
     monkeypatch.setattr(steps, "SAVE_SECONDS", 0.0)
     tune(hybrid, tokenizer, SHORT.model_copy(update={"save_steps": 1000}), out=tmp_path / "run")
     assert written == [1, 2, 3, 4]  # the last one is at the end
-
-
-RANDOM = LONGER.model_copy(  # all that is random, and all that changes from step to step
-    update={
-        "lora": Lora(target_modules=("in_proj",), r=2, lora_dropout=0.3),
-        "gradient_accumulation_steps": 2,
-        "gradient_checkpointing": True,
-        "save_steps": 3,
-    }
-)
-
-
-def interrupted(patch, after):
-    """A run ends within the `after`-th of these things: a forward in training, a checkpoint written. Gives the list to which
-    their kinds are added as they happen."""
-    kinds = []
-
-    def fatal(owner, name):
-        own = getattr(owner, name)
-
-        def function(*args, **kwargs):
-            result = own(*args, **kwargs)
-            kinds.append(name)
-            if len(kinds) == after:
-                raise KeyboardInterrupt
-            return result
-
-        patch.setattr(owner, name, function)
-
-    fatal(Distillation, "forward")
-    fatal(early_stopping.Guard, "measure")
-    fatal(state.Checkpoints, "save")
-    return kinds
-
-
-@pytest.mark.slow  # seven runs; test_interrupted_and_resumed_has_the_same_log interrupts once
-def test_interrupted_at_a_checkpoint_or_anywhere_it_ends_the_same(base, tokenizer, tmp_path):
-    def run(out, after=None):
-        hybrid = splice(base, Plan(sites=("L1.H3",), blend=0.5))
-        with pytest.MonkeyPatch.context() as patch:
-            kinds = interrupted(patch, after)
-            try:
-                log = tune(hybrid, tokenizer, RANDOM, out=out, resume=True)
-            except KeyboardInterrupt:
-                return kinds
-        return kinds, log, values(hybrid)
-
-    kinds, log, wanted = run(tmp_path / "whole")
-    saved = [i for i, kind in enumerate(kinds, 1) if kind == "save"]
-    # At a checkpoint, at the first thing after one, at the last, and somewhere else.
-    for after in sorted({saved[0], saved[1] + 1, saved[-1], random.Random(0).randrange(saved[0], len(kinds))}):
-        out = tmp_path / f"{after}"
-        assert run(out, after) == kinds[:after]
-        _, again, resumed = run(out)
-        assert again == log, (after, kinds[after - 1])
-        assert equal(resumed, wanted), (after, kinds[after - 1])
 
 
 def test_interrupted_and_resumed_has_the_same_log(base, hybrid, tokenizer, tmp_path, monkeypatch):
