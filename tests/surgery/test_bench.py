@@ -5,7 +5,6 @@ import json
 
 import numpy as np
 import pytest
-import torch
 
 from surgery.errors import UserError
 from surgery.evaluation import cells, markdown, report_figures, suites
@@ -15,7 +14,6 @@ from surgery.evaluation.results import Perplexity
 from surgery.evaluation.suites import tasks
 from surgery.jobs.output_folder import BENCH
 from surgery.probes import probes
-from surgery.probes.kv import KVRetrieval
 from surgery.records.plan import Plan
 from surgery.records.recipe import Bench, Data
 from surgery.splicing.splice import splice
@@ -132,22 +130,6 @@ def test_other_examples_are_other_cells(pair, tokenizer, tmp_path):
     asked = [cell.asked for cell in kept if (cell.model, cell.task) == ("base", "kv.4")]
     assert sorted(map(len, asked)) == [6, 6, 7]
     assert len({*asked}) == 3
-
-
-def test_retrieval_is_the_published_protocol(tiny):
-    """One candidate at a time, on a model that retrieves."""
-    options, correct = Bench(pairs=(6,), limit=12, windows=1, window=16, contexts=()), []
-    for question in KVRetrieval(6).questions(12, suites.bench_seed(0)):
-        prompt, scores = tiny.tokenizer(question.prompt)["input_ids"], []
-        for choice in question.choices:
-            ids = tiny.tokenizer(choice, add_special_tokens=False)["input_ids"]
-            with torch.inference_mode():
-                log_p = tiny.model(torch.tensor([prompt + ids])).logits[0].log_softmax(-1)
-            scores.append(sum(log_p[len(prompt) - 1 + i, token].item() for i, token in enumerate(ids)))
-        correct.append(float(np.argmax(scores) == question.answer))
-    task = next(task for task in tasks(options, tiny.tokenizer, Data(), 0) if task.name == "kv.6")
-    assert task.measure(tiny.model).values.tolist() == correct
-    assert np.mean(correct) > 0.5
 
 
 def test_several_seeds_ask_no_example_twice(tokenizer):

@@ -112,18 +112,11 @@ def test_gates_are_tried_where_heads_are_added(base, tokenizer):
     assert np.isfinite(measured.loss).all()
 
 
-@pytest.mark.parametrize("family", ["mamba", "falcon mamba"])
-def test_a_family_without_the_convolution_is_refused(family):
-    with pytest.raises(UserError, match=r"grafts of .* have none"):
-        copying(BASES[family](), sites=("L0.H1",))
-
-
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
         ({"blend": None}, "blend: what a graft copies is added"),
         ({"width": 0}, "width"),
-        ({"kind": "layer", "sites": ("L0",)}, "a layer graft starts donor or random, not copy"),
         ({"donor": "gpt2"}, "donor: means nothing"),
     ],
 )

@@ -73,25 +73,6 @@ def test_large_weights_are_divided(hybrid, tokenizer, tokens, tmp_path, monkeypa
     assert os.listdir(tmp_path) == ["out"]
 
 
-def test_an_export_may_be_replaced_but_nothing_else(hybrid, tokenizer, tmp_path):
-    for _ in range(2):
-        export(hybrid, tmp_path / "out", tokenizer=tokenizer, plan=PLAN, base="b")
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "thesis.tex").write_text("years of work")
-    with pytest.raises(UserError, match="not an earlier export"):
-        export(hybrid, tmp_path / "mine", tokenizer=tokenizer, plan=PLAN, base="b")
-    assert os.listdir(tmp_path / "mine") == ["thesis.tex"]
-    PLAN.write(tmp_path / "mine" / "plan.json")  # where `surgery plan` leaves one: beside a ranking
-    with pytest.raises(UserError, match="not an earlier export"):
-        export(hybrid, tmp_path / "mine", tokenizer=tokenizer, plan=PLAN, base="b")
-
-
-@pytest.mark.parametrize("place", [".", "..", "/"])
-def test_a_hybrid_needs_a_folder_with_a_name(hybrid, tokenizer, place):
-    with pytest.raises(UserError, match="is the current folder, or holds it"):
-        export(hybrid, place, tokenizer=tokenizer, plan=PLAN, base="b")
-
-
 FORK = multiprocessing.get_context("fork")  # a child starts at once, with everything imported
 
 

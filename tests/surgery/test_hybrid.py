@@ -143,14 +143,6 @@ def test_grafted_heads_are_not_scanned(monkeypatch, tokens):
     assert seen == [8, 5]  # all heads of L0, five of L1, none of L2
 
 
-def test_splice_shares_the_base_and_adds_only_grafts():
-    base = random_base()
-    hybrid = splice(base, PLANS["one head"])
-    shared = dict(base.named_parameters())
-    for name, p in hybrid.named_parameters():
-        assert p is shared[name] if name in shared else ".graft." in name
-
-
 @pytest.mark.usefixtures("in_float64")
 def test_a_channel_is_the_attention_of_its_formula(tokens):
     """surgery/hybrids/mamba.py: one softmax a channel, log dt in its scores, written out."""

@@ -85,17 +85,6 @@ def test_directions_that_do_not_exist_are_left_out():
     assert projection.isfinite().all()
 
 
-@pytest.mark.parametrize("family", ["mamba", "falcon mamba"])
-def test_a_family_that_cannot_is_refused(family):
-    with pytest.raises(UserError, match=r"grafts of .* have none; take init: dual"):
-        splice(BASES[family](), Plan(sites=("L0.H1",), init="induction"))
-
-
-def test_a_layer_is_no_induction_head():
-    with pytest.raises(ValueError, match="a layer graft starts donor or random, not induction"):
-        Plan(kind="layer", sites=("L0",), init="induction")
-
-
 def test_heads_that_share_a_pair_and_read_at_two_places_take_the_usual_one():
     base = BASES["plain"]()
     for places, back in (({"L0.H1": 0, "L0.H3": 0}, 2), ({"L0.H1": 0, "L0.H3": 1}, 1), ({"L0.H1": 1, "L0.H3": 0}, 1)):

@@ -37,16 +37,12 @@ def models(tmp_path_factory):
     [
         (("locate", "{m}/alone"), "alone holds no tokenizer: say where one is (tokenizer: in a recipe, or --set tokenizer"),
         (("locate", "{m}/base", "--set", "tokenizer=no/such"), "cannot load the tokenizer no/such: the Hub may not be asked"),
-        (("locate", "{m}"), "is not a model folder: it holds no config.json"),
         (("locate", "{m}/base", "--set", "device=cud"), "device must be auto, cpu, cuda, cuda:1, ..., not 'cud'"),
-        (("locate", "{m}/base", "--set", "device=meta"), "nothing can be computed on meta"),
         (("locate", "{m}/base", "--set", "device=cpu:3"), "device is 'cpu:3', and only 1 of its kind are here"),
         (("splice", "{m}/hybrid", "{m}/plan.json", "--out", "x"), "hybrid is a hybrid already; grafts go into its base, "),
         (("run", "{m}/recipe.yaml"), "hybrid is a hybrid already; grafts go into its base, "),
         (("tune", "{m}/base", "--out", "x"), "base is no hybrid: it holds no plan.json. If it is a base, give it grafts first"),
-        (("export", "{m}/base", "--out", "x"), "base is no hybrid: it holds no plan.json"),
         (("tune", "no/such", "--out", "x"), "no such folder: no/such; a hybrid is a folder that `surgery splice`"),
-        (("bench", "{m}/base", "no/such"), "no such folder: no/such, and the Hub may not be asked (HF_HUB_OFFLINE is set)"),
     ],
 )  # fmt: skip
 def test_the_wrong_thing_is_one_line_and_status_2(surgery, models, tmp_path, arguments, complaint):

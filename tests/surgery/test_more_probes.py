@@ -401,32 +401,6 @@ def test_an_indifferent_model_completes_nothing(characters):
     np.testing.assert_allclose(result.loss, math.log(128), rtol=1e-6)
 
 
-def greedy(model, tokenizer, prompt: str, tokens: int) -> list[int]:
-    ids = torch.tensor([tokenizer(prompt)["input_ids"]])
-    out = model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False, eos_token_id=None, pad_token_id=0
-    )
-    return out[0, ids.shape[1] :].tolist()
-
-
-def test_completing_is_greedy_decoding(tiny):
-    """Answers that greedy decoding writes, the same with another end, and ones that it may write."""
-    model, words = tiny.model, tiny.tokenizer
-    items, wanted = [], []
-    for question in make("kv", pairs=4).questions(12, seed=0):
-        items.append(Completion(question.prompt, question.choices[question.answer]))
-        items.append(Completion(question.prompt, question.choices[question.answer - 1]))
-        written = words.decode(greedy(model, words, question.prompt, 8))
-        items += [Completion(question.prompt, written), Completion(question.prompt, written + " anchor")]
-    items += make("copying", length=5).completions(4, seed=0)
-    for item in items:
-        tokens = words(item.answer, add_special_tokens=False)["input_ids"]
-        wanted.append(greedy(model, words, item.prompt, len(tokens)) == tokens)
-    result = complete(model, words, items, batch_size=7)
-    assert result.correct.tolist() == wanted
-    assert 10 < sum(wanted) < len(items) - 10
-
-
 @pytest.mark.usefixtures("in_float64")
 @settings(max_examples=15, deadline=None)
 @given(

@@ -144,10 +144,6 @@ def test_a_checkpoint_is_located_in_without_naming_its_tokenizer(tiny):
         (lambda b, r: package.plan("r.json"), r"plan takes a Ranking, not a str: surgery.Ranking.read\('r.json'\)"),
         (lambda b, r: package.plan(b), "plan takes a Ranking, not a Mamba2ForCausalLM: surgery.locate makes one"),
         (lambda b, r: package.plan(r, heads="two"), "holds 16 heads; cannot plan two"),
-        (lambda b, r: package.tune("hybrid"), "tune takes a model, not its name"),
-        (lambda b, r: package.tune(b), "tune needs a tokenizer"),
-        (lambda b, r: package.bench({"base": "folder"}), "bench takes a model, not its name"),
-        (lambda b, r: package.bench({"base": b}), "bench needs a tokenizer"),
     ],
 )
 def test_other_types_are_named_in_one_line(base, ranking, call, complaint):

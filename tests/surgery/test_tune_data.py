@@ -19,10 +19,8 @@ from transformers import PreTrainedTokenizerFast
 from surgery.errors import UserError
 from surgery.evaluation.suites import bench_seed
 from surgery.probes import make, needle
-from surgery.probes.knowledge import CAPITALS, Knowledge
+from surgery.probes.knowledge import CAPITALS
 from surgery.probes.kv import KVRetrieval
-from surgery.probes.needle import Needle
-from surgery.probes.perplexity import TextWindows
 from surgery.records.recipe import Bench, Data, Lesson, Text, Tune
 from surgery.tuning import leaks
 from surgery.tuning.batches import FIRST_SEED, Lessons, Rows, check, held_out_windows, loaders
@@ -328,8 +326,6 @@ def test_questions_of_lessons_are_not_those_that_are_measured(tiny):
     ("lesson", "complaint"),
     [
         (Lesson(probe="kw", options={"pairs": 3}), "no probe is named 'kw'"),
-        (Lesson(), "needs the option 'pairs'"),
-        (Lesson(options={"pears": 3}), "no option 'pears'"),
         (Lesson(options={"pairs": (4, 101)}), "kv takes 1 to 100 pairs, not 101"),
         (Lesson(probe="mqar", options={"pairs": (2, 64)}), "mqar with 2 pairs takes 1 to 2 queries, not 4"),
         (Lesson(probe="mqar", options={"pairs": 9}, queries=2), "queries are for kv"),
@@ -391,9 +387,7 @@ def write(folder, name, content):
         ("a.jsonl", b'{"text": "one"}\n{"text": "\\ud800"}\n', {}, "a.jsonl, line 2, holds a text with half a surrogate pair"),
         ("a.jsonl", b'{"text": "one"}\n{"text": "\\ud800"}\n', {"streaming": True}, "line 2, holds a text with half a surr"),
         ("a.jsonl", b'{"text": "one"}\n', {"split": "test"}, "has no split, but 'test' is given"),
-        ("a.jsonl", b'{"text": " "}\n', {"streaming": True}, "holds no text to train on"),
         ("a.jsonl", b"", {"streaming": True}, r"cannot load the dataset .*a.jsonl: \S"),
-        ("a.jsonl", b'{"text": "one"}\n{"text"\n', {"streaming": True}, "a.jsonl, line 2, is not JSON"),
         ("a.jsonl", b'{"body": "one", "n": 3}\n', {"streaming": True}, "has no column 'text'; it has body, n"),
         ("a.csv", b"body,n\none,3\n", {}, r"\(split 'train'\) has no column 'text'; it has body, n"),
         ("a.csv", b"text\n", {}, "cannot load the dataset .*a.csv: .* no data"),
@@ -540,16 +534,6 @@ def test_too_little_to_hold_out_is_said(words, tmp_path):
     one = Data(train_text=(Text(source=write(tmp_path, "one.jsonl", b'{"text": "w1 w2"}\n')),))
     with pytest.raises(UserError, match="holds no text held out"):
         held_out_windows(words, one, Tune(text_tokens=16), 2, seed=0)
-
-
-def test_what_is_not_utf_8_is_said_everywhere(words, tmp_path):
-    path = write(tmp_path, "latin", "é".encode("latin-1"))
-    with pytest.raises(UserError, match="not UTF-8 at byte 0"):
-        TextWindows(path).token_windows(words, 0)
-    with pytest.raises(UserError, match="not UTF-8 at byte 0"):
-        Needle(words, 40, source=path).questions(1, 0)
-    with pytest.raises(UserError, match="not UTF-8 at byte 0"):
-        Knowledge(path).questions(1, 0)
 
 
 def test_a_long_document_gives_every_part_of_itself(words, tmp_path):
