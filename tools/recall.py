@@ -14,17 +14,18 @@ import os
 from pathlib import Path
 
 import numpy as np
+from scipy import stats
 
 from surgery import load
 from surgery.evaluation.report import Report
 from surgery.evaluation.results import HITS
 from surgery.evaluation.text_hits import ChosenTokens, hit_texts
-from surgery.probes.hits import seen_apart
+from surgery.probes.hits import GAP, NONE, PairCounts
 from surgery.records.recipe import read_recipe
-from surgery.records.record import Environment, Sealed, environment
+from surgery.records.record import Environment, Record, Sealed, environment
 from surgery.runtime.progress import say
 from surgery.splicing.splice import adopt, splice
-from surgery.statistics import OverDocuments, over_documents
+from surgery.statistics import LEVEL, Estimate
 from surgery.tuning.rare_pairs import training_pairs
 from tools.copy_cache import ROOT, CopyCache, base_losses, mixed
 
@@ -41,6 +42,14 @@ RARE = 100.0  # tokens, in a million; of 4,096 tokens one stands 244 times on av
 LENGTH, WINDOWS = 1_024, 32  # tokens of a row, and windows of bench.window tokens of a novel
 APART, ALL = "apart", "all"
 BASE, COPYING, CACHED = "base", "copying grafts, untrained", "copy cache, untrained"
+
+
+class OverDocuments(Record):
+    """A mean over documents, each of which counts once: the value with its interval, and where the value of one more document
+    lies in 95% of cases."""
+
+    mean: Estimate
+    new: tuple[float, float]
 
 
 class Recall(Sealed, Environment):
@@ -93,6 +102,39 @@ def main() -> None:
         grafts="; ".join(map(str, plan.sites)), tokens=tokens, loss=loss, change=change,
     )  # fmt: skip
     RECORD.write_text(record.text())
+
+
+def seen_apart(rows: np.ndarray, counts: PairCounts, rare: float, *, gap: int = GAP) -> np.ndarray:
+    """(rows, t) bool: tokens to be recalled without a bigram. Each stands in its row at least `gap` tokens before as well, at
+    most `rare` times per million tokens in the text of `counts`, and never before behind the token that it stands behind now.
+    A cache of n-grams knows nothing of it."""
+    rows = np.asarray(rows, dtype=np.int64)
+    often = counts.token_counts(int(rows.max()) + 1) > rare * counts.tokens / 1e6
+    found = np.zeros(rows.shape, dtype=bool)
+    for number, row in enumerate(rows.tolist()):
+        first: dict[int, int] = {}
+        pairs: set[tuple[int, int]] = set()
+        for place, token in enumerate(row):
+            pair = (row[place - 1], token) if place else (NONE, token)
+            before = first.setdefault(token, place)
+            found[number, place] = place - before >= gap and not often[token] and place > 0 and pair not in pairs
+            pairs.add(pair)
+    return found
+
+
+def over_documents(values: np.ndarray) -> OverDocuments:
+    """From one value of each document, two at least: a mean over its tokens, say, or a paired difference of two models there.
+
+    Tokens, stretches and rows of a document go together, and documents differ from each other, so the document is the unit
+    (Student's t; for a new one with its own spread added). One document says nothing about another."""
+    values = np.asarray(values, dtype=float)
+    n, centre, spread = len(values), float(values.mean()), float(values.std(ddof=1))
+    t = float(stats.t.isf(LEVEL / 2, n - 1))
+    margin, further = t * spread / np.sqrt(n), t * spread * np.sqrt(1 + 1 / n)
+    interval = (float(centre - margin), float(centre + margin))
+    return OverDocuments(
+        mean=Estimate(value=centre, ci95=interval, n=n), new=(float(centre - further), float(centre + further))
+    )
 
 
 def _kinds(text: ChosenTokens, apart: np.ndarray) -> dict[str, np.ndarray]:

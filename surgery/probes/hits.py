@@ -86,24 +86,6 @@ def seen_before(
     return before.reshape(count, width)
 
 
-def seen_apart(rows: np.ndarray, counts: PairCounts, rare: float, *, gap: int = GAP) -> np.ndarray:
-    """(rows, t) bool: tokens to be recalled without a bigram. Each stands in its row at least `gap` tokens before as well, at
-    most `rare` times per million tokens in the text of `counts`, and never before behind the token that it stands behind now.
-    A cache of n-grams knows nothing of it."""
-    rows = np.asarray(rows, dtype=np.int64)
-    often = counts.token_counts(int(rows.max()) + 1) > rare * counts.tokens / 1e6
-    found = np.zeros(rows.shape, dtype=bool)
-    for number, row in enumerate(rows.tolist()):
-        first: dict[int, int] = {}
-        pairs: set[tuple[int, int]] = set()
-        for place, token in enumerate(row):
-            pair = (row[place - 1], token) if place else (NONE, token)
-            before = first.setdefault(token, place)
-            found[number, place] = place - before >= gap and not often[token] and place > 0 and pair not in pairs
-            pairs.add(pair)
-    return found
-
-
 def by_stretch(values: np.ndarray, stretch: int) -> np.ndarray:
     """values (rows, t - 1), of the second and all further tokens of rows of t -> their sum in every stretch of `stretch`
     tokens of every row, in order, (stretches,)."""

@@ -114,7 +114,7 @@ def draw_seeds(
         figure.supxlabel(f"a point a seed, 95% intervals; grey: from the lowest to the highest seed of {control}", fontsize=9)
 
 
-def draw_matrices(findings: Findings, title: str, path: Path, subjects: Subjects, pairs: int) -> None:
+def draw_matrices(findings: Findings, path: Path, subjects: Subjects, pairs: int) -> None:
     """Draw for each model the mixing matrices of its heads over one dictionary: what the ends of pairs and the last token draw
     on."""
     checkpoints = [subjects.checkpoint, *([subjects.other] if subjects.other else [])]

@@ -48,7 +48,7 @@ class MixingMatrices(Study):
 
     def draw(self, findings: Findings, path: Path, subjects: Subjects | None) -> None:
         assert subjects is not None
-        draw_matrices(findings, self.title, path, subjects, self.pairs)
+        draw_matrices(findings, path, subjects, self.pairs)
 
 
 STUDY = MixingMatrices

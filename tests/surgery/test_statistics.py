@@ -14,7 +14,6 @@ from surgery.statistics import (
     intervals,
     mean,
     means,
-    over_documents,
     proportion,
     shares,
     written,
@@ -106,26 +105,6 @@ def test_losses_per_token_are_covered_where_the_number_of_tokens_varies():
         found = intervals(values)
         assert (found.high - found.low).mean() < 0.5 * (naive.high - naive.low).mean()
     assert (shares(np.zeros(3), np.zeros(3)) == 0).all()
-
-
-@pytest.mark.parametrize("documents", [3, 6, 12])
-def test_means_over_documents_are_covered_where_documents_and_rows_differ(documents):
-    """Rows of a document go together, and so do stretches of a row. Stretches as units cover far less; and one more document
-    lies where it is said to."""
-    rng = np.random.default_rng(documents)
-    covered_by, stretches, new = [], [], []
-    for _ in range(SIMULATIONS // 2):
-        of_document = rng.normal(0, 1, (documents + 1, 1, 1))
-        values = of_document + rng.normal(0, 1, (documents + 1, 8, 1)) + rng.normal(0, 1, (documents + 1, 8, 4))
-        found = over_documents(values[:-1].mean((1, 2)))
-        low, high = found.mean.ci95
-        covered_by.append(low <= 0 <= high)
-        new.append(found.new[0] <= values[-1].mean() <= found.new[1])
-        low, high = mean(values[:-1].ravel()).ci95
-        stretches.append(low <= 0 <= high)
-    assert np.mean(covered_by) >= LEAST
-    assert np.mean(new) >= LEAST
-    assert np.mean(stretches) < 0.7
 
 
 def test_many_intervals_at_once_are_rarely_wrong_anywhere():
