@@ -1,6 +1,6 @@
 """The matrix memory of xLSTM (mLSTM, arXiv 2405.04517), its single step, and its mixing matrix.
 
-A head has an input gate i and a forget gate f, given here by what stands before their functions, l and m. It keeps a memory C
+A head has an input gate i and a forget gate f, given here by the arguments of their functions, l and m. It keeps a memory C
 (P x N) and the sum n of the keys that were written into it:
 
     i_t = exp(l_t), f_t = sigmoid(m_t);    C_t = f_t C_{t-1} + i_t v_t k_t^T,    n_t = f_t n_{t-1} + i_t k_t

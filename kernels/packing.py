@@ -60,7 +60,7 @@ class Packing:
         return self._pack([y for y, _ in parts]), states.index_select(0, self.ranks.to(states.device))
 
     def positions(self) -> Tensor:
-        """Where every token stands in its document, (b, t), counted from 0; 0 outside of documents."""
+        """The place of every token in its document, (b, t), counted from 0; 0 outside of documents."""
         return self.apply(lambda tokens: torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens), self.places)
 
     def _pack(self, parts: Sequence[Tensor]) -> Tensor:

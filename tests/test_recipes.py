@@ -17,7 +17,7 @@ from surgery import adopt, load
 from surgery.loading.hub import local_folder
 from surgery.records.recipe import read_recipe
 from tests.conftest import ROOT, but_slow
-from tests.patients import tokenizer
+from tests.published_models import tokenizer
 from tools import random_weights
 from tools.published import DEPTH, cut, is_original, names, published
 
@@ -29,7 +29,8 @@ WORDS = {
     "zamba2-7b": "Llama 2",
 }  # fmt: skip
 LOCATED = ("llama-3.1-8b", "zamba2-7b")  # and no more
-ELSEWHERE = ("mamba-130m", "mamba-2.8b", "mamba2-130m", "codestral-mamba-7b")  # of a kind that is below, or in test_patients.py
+# Of a kind that is below, or in test_published_models.py.
+ELSEWHERE = ("mamba-130m", "mamba-2.8b", "mamba2-130m", "codestral-mamba-7b")
 # Fewer of everything. Of few layers and channels, a recipe's share of heads can be less than one.
 FEW = [
     "locate.examples=2", "locate.options.pairs=4", "tune.steps=1", "tune.batch_size=2", "tune.text_batch_size=2",
@@ -128,7 +129,7 @@ def test_locating_alone(surgery, write, tmp_path, name):
 
 @pytest.mark.slow
 @pytest.mark.skipif(
-    "SURGERY_ALL_PATIENTS" not in os.environ, reason="SURGERY_ALL_PATIENTS is not set: it takes the better part of an hour"
+    "SURGERY_ALL_PUBLISHED" not in os.environ, reason="SURGERY_ALL_PUBLISHED is not set: it takes the better part of an hour"
 )
 @pytest.mark.parametrize("name", names())
 def test_the_published_widths(surgery, write, tmp_path, name):

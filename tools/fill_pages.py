@@ -1,7 +1,7 @@
 """The parts of README.md, docs/ and recipes/paper/README.md that are not written by hand: python -m tools.fill_pages
 
 What was measured comes from the records that the commands wrote, what the code says of itself from the code
-(tools/reference_parts.py). In a page, such a part stands between <!-- NAME --> and <!-- /NAME -->.
+(tools/reference_parts.py). In a page, such a part is between <!-- NAME --> and <!-- /NAME -->.
 
 Records: recipes/demo.report.json (`make demo` writes it to runs/demo/report.json), recipes/demo-mamba1.report.json (likewise,
 `surgery run recipes/demo-mamba1.yaml`), and demo-auto, books and lengths in the same way,

@@ -1,6 +1,6 @@
 """The peak memory of a command, its children included, and its time.
 
-What is counted is the memory that stands in RAM: pages of its own and pages of files that it maps (weights are mapped). Pages
+What is counted is the memory that is in RAM: pages of its own and pages of files that it maps (weights are mapped). Pages
 that several of its processes share count once. Linux gives this as the proportional set size (PSS) of each process; the sum is
 sampled. Reading it takes a walk through the page tables, tens of milliseconds for a 7B model. So it is read only while the sum
 of the resident sizes (RSS), which costs nothing to read and is never less, is above the highest PSS so far. A single process

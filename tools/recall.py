@@ -38,7 +38,7 @@ NOVELS = (
     "Thomas Hardy - The Mayor of Casterbridge",
     "Thomas Hardy - The Return of the Native",
 )
-RARE = 100.0  # tokens, in a million; of 4,096 tokens one stands 244 times on average
+RARE = 100.0  # tokens, in a million; of 4,096 tokens one occurs 244 times on average
 LENGTH, WINDOWS = 1_024, 32  # tokens of a row, and windows of bench.window tokens of a novel
 APART, ALL = "apart", "all"
 BASE, COPYING, CACHED = "base", "copying grafts, untrained", "copy cache, untrained"
@@ -53,7 +53,7 @@ class OverDocuments(Record):
 
 
 class Recall(Sealed, Environment):
-    """rare: how often a token that is recalled may stand in a million of the text that tuning reads. tokens: novel -> kind ->
+    """rare: how often a token that is recalled may occur in a million of the text that tuning reads. tokens: novel -> kind ->
     how many. loss: model -> novel -> kind -> nats per token. change: model -> kind -> the difference to the base."""
 
     seed: int
@@ -105,8 +105,8 @@ def main() -> None:
 
 
 def seen_apart(rows: np.ndarray, counts: PairCounts, rare: float, *, gap: int = GAP) -> np.ndarray:
-    """(rows, t) bool: tokens to be recalled without a bigram. Each stands in its row at least `gap` tokens before as well, at
-    most `rare` times per million tokens in the text of `counts`, and never before behind the token that it stands behind now.
+    """(rows, t) bool: tokens to be recalled without a bigram. Each occurs in its row at least `gap` tokens before as well, at
+    most `rare` times per million tokens in the text of `counts`, and never before behind the token that it is behind now.
     A cache of n-grams knows nothing of it."""
     rows = np.asarray(rows, dtype=np.int64)
     often = counts.token_counts(int(rows.max()) + 1) > rare * counts.tokens / 1e6

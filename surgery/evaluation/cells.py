@@ -4,7 +4,7 @@ file of its own, so that whatever ends a run early costs the cells that were bei
 What was asked is kept beside the results: a digest for every example, and one of all token rows that entered the model, taken
 at its door. Two models are compared only where both agree, so that no model is given easier examples, or a hint, unnoticed.
 
-A file's name is a digest of all that its content depends on, which also stands in it, under a seal. What depends on anything
+A file's name is a digest of all that its content depends on, which it also holds, under a seal. What depends on anything
 else is not found, and is measured anew; a file that is not what its name says, or was edited, is refused by its name.
 """
 

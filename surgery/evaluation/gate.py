@@ -27,7 +27,7 @@ FORM = re.compile(rf"({NAME})\s*(>=|<=|>|<)\s*(?:({NUMBER})|({NAME})(?:\s+([-+*]
 @dataclass(frozen=True)
 class Requirement:
     """models: those that have to meet it. other: the model that `number` is added to, taken from or multiplied with; None where
-    the number stands alone."""
+    there is only a number."""
 
     text: str
     models: tuple[str, ...]

@@ -86,7 +86,7 @@ def mixing(
     places: Callable[[Sequence[Site]], Sequence[int | None]] | None = None,
 ) -> Mixing | None:  # fmt: skip
     """The matrices of the first few grafted sites, in the base (the first entry) and in every model that has a graft there, but
-    for controls. places: where sites are, the most telling first; None for one that stands nowhere. Returns None
+    for controls. places: where sites are, the most telling first; None for one that occurs nowhere. Returns None
     where there is no graft or no matrix to be had, or the example too long."""
     (base, first), *others = entries.items()
     grafted = {name: entry for name, entry in others if entry.plan is not None and not is_control(name)}

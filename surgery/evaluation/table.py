@@ -99,7 +99,7 @@ class TableColumn:
 
 def read(paths: Sequence[Path]) -> Report:
     """The first of some reports (or of the folders that hold them), with the models of all. The same weights in two reports are
-    one model; where others have its name, it stands with its report's folder, or with a file's own name. Raises UserError for
+    one model; where others have its name, it is named with its report's folder, or with a file's own name. Raises UserError for
     what is no report."""
     models: dict[str, ModelReport] = {}
     files = [path / REPORT if path.is_dir() else path for path in paths]
@@ -124,7 +124,7 @@ def _same(one: ModelReport, other: ModelReport) -> bool:
 
 
 def _joined(one: ModelReport, other: ModelReport) -> ModelReport:
-    """Where both have a result, the first one's stands."""
+    """Where both have a result, the first one's is kept."""
     changes = {
         "kv": {**other.kv, **one.kv},
         "tasks": {**other.tasks, **one.tasks},

@@ -46,7 +46,7 @@ def check_task_code(folder: str) -> None:
 
 
 def _values(tree: Any, key: str) -> Iterator[Any]:
-    """What stands under a key, anywhere in a tree: groups hold tasks of their own."""
+    """The values of a key, anywhere in a tree: groups hold tasks of their own."""
     if isinstance(tree, dict):
         if key in tree:
             yield tree[key]

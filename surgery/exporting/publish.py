@@ -153,7 +153,7 @@ def check_export(folder: Path) -> Exported:
         raise UserError(f"{folder} is an export as '{record.format}', which this version does not know")
     if not (folder / CARD).exists():
         raise UserError(f"{folder} has no card: {CARD} is missing")
-    # The name of the folder when it was written stands in the card; it may have been renamed since.
+    # The name of the folder when it was written is in the card; it may have been renamed since.
     written = (folder / CARD).read_text()
     use = format_of(record.format).USE
     expected = card(_loaded_by(written, use) or folder.name, folder, record, use)

@@ -198,7 +198,7 @@ class DualMixer(GraftedMixer):
         self: Any, matrices: Tensor, projected: Any, rows: Tensor | None, heads: Sequence[int] | None
     ) -> Tensor:
         """A grafted head's is its attention, or, where a blend gate is open, the mixture; that of a graft with values of its
-        own is its attention, which stands beside the head's own matrix."""
+        own is its attention, beside the head's own matrix."""
         graft = self.graft
         row_of = {head: row for row, head in enumerate(range(len(matrices)) if heads is None else heads)}
         places = [place for place, head in enumerate(graft.heads) if head in row_of]  # of the grafted heads among `heads`

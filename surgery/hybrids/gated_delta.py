@@ -111,7 +111,7 @@ class DeltaMixer(DualMixer):
 
 
 class GatedDeltaMixer(DeltaMixer):
-    """Stands before a stock mixer of Gated DeltaNet, whose heads decay as a whole."""
+    """A mixin before a stock mixer of Gated DeltaNet, whose heads decay as a whole."""
 
     num_heads = property(lambda self: self.num_v_heads)
     n_groups = property(lambda self: self.num_k_heads)  # of queries and keys

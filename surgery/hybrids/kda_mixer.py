@@ -27,7 +27,7 @@ from surgery.hybrids.parts import at_least_float32
 
 
 class KDAMixer(DeltaMixer):
-    """Stands before a stock mixer of this kind: Kimi Linear's and GLM 5.3's."""
+    """A mixin before a stock mixer of this kind: Kimi Linear's and GLM 5.3's."""
 
     n_groups = property(lambda self: self.num_heads)  # every head has a query and a key of its own
     ssm_state_size = property(lambda self: self.head_dim)
@@ -57,6 +57,6 @@ class FullGateKDAMixer(KDAMixer):
 
 
 class KDALanguageModel:
-    """Stands before StockHybrid."""
+    """A mixin before StockHybrid."""
 
     all_mixers = True  # transformers' own function takes two to twenty times as long on a CPU, and twice the memory

@@ -10,7 +10,7 @@ Without the donor's MLP this is the mixer of the base's own block, behind the bl
 donor's, its norms included: h <- h + attention(norm h); h <- h + down_proj(act(gate_proj(norm h)) up_proj(norm h)).
 
 Everything lies in `mixer.graft`, so that its tensors are told from the base's by name, as those of head grafts are. The base's
-tensors of the layer are gone from the hybrid: its fingerprint is that of what is left, and the base's own stands in the plan's
+tensors of the layer are gone from the hybrid: its fingerprint is that of what is left, and the base's own is in the plan's
 provenance. As long as the process lives, `mixer.removed` keeps them for unsplice.
 """
 
@@ -180,7 +180,7 @@ class LayerGraft(nn.Module):
 
 
 class LayerGraftBlock(GradientCheckpointingLayer):
-    """What stands in the place of a whole block: a donor's layer, its MLP and its norms included."""
+    """What replaces a whole block: a donor's layer, its MLP and its norms included."""
 
     keeps_positions = True
 
@@ -208,7 +208,7 @@ def _frequencies(rope: dict[str, Any] | None) -> tuple[list[float], float]:
 
 
 class LayerGraftMixer(nn.Module):
-    """What stands in the place of a block's mixer. removed: the base's tensors that it replaces, by their names in the base;
+    """What replaces a block's mixer. removed: the base's tensors that it replaces, by their names in the base;
     removed_modules: likewise its quantised modules, whose tensors mean nothing without them."""
 
     def __init__(self, config: Any, spec: dict[str, Any]):

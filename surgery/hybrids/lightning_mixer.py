@@ -48,7 +48,7 @@ class LightningProjected(DualProjected):
 
 
 class LightningMixer(DualMixer):
-    """Stands before MiniMax's mixer. Nothing is written with more strength than anything else: no graft has a time step."""
+    """A mixin before MiniMax's mixer. Nothing is written with more strength than anything else: no graft has a time step."""
 
     returns_pair = True
 
@@ -140,7 +140,7 @@ class LightningCache(MiniMaxCache):
 
 
 class LightningLanguageModel:
-    """Stands before StockHybrid."""
+    """A mixin before StockHybrid."""
 
     def new_cache(self: Any) -> Cache:
         """For states, and keys of the model's own attention."""

@@ -131,7 +131,7 @@ class Graft(nn.Module):
 
 
 class GraftedMixer:
-    """Stands before a stock mixer, or a class of ours. A subclass has `project`, `scan`, `attend`, `finish`, and
+    """A mixin before a stock mixer, or a class of ours. A subclass has `project`, `scan`, `attend`, `finish`, and
 
     own_matrices(projected, rows, heads)   as `matrices`, of the mixer without its graft
     grafted_matrices(matrices, projected, rows, heads)   these, with those of the grafted heads in their place

@@ -19,7 +19,7 @@ graft* of a head keeps v, norm, gate and out_proj, makes exp(q . k) of the facto
 q' and k' come from the graft's own projections, which start as copies of the base's rows; the division by sqrt(N) is part of
 the score. What differs from Mamba-2:
 
-- The input gate is exponential: the logarithm of the write strength, which stands where Mamba-2 has log dt, is l itself.
+- The input gate is exponential: the logarithm of the write strength, in the place of Mamba-2's log dt, is l itself.
 - The norm takes every scale out of a head's output: it does not matter where the base's denominator is 1, and its output a sum.
 - There is no convolution: within one layer a key never meets the value beside it. The gather step takes a layer of its own, as
   in a Transformer, and the aggregate heads are in a later one.
@@ -50,7 +50,7 @@ class MLSTMProjected(DualProjected):
 
 
 class MLSTMMixer(DualMixer):
-    """Stands before transformers' xLSTMLayer."""
+    """A mixin before transformers' xLSTMLayer."""
 
     returns_pair = True
 

@@ -1,4 +1,4 @@
-"""Whatever changes a live model from outside stands here, and nowhere else: modules that do something else for a while, modules
+"""Whatever changes a live model from outside is here, and nowhere else: modules that do something else for a while, modules
 of another class, and what is noted on a model. Afterwards all is as before, whatever happened, an interrupt included.
 
 A hybrid in an exported folder needs it as well, so it imports nothing of ours.

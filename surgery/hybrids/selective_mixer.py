@@ -1,4 +1,4 @@
-"""The mixer of Mamba-1 (mamba.py has its mathematics) as it stands in transformers' Mamba and Falcon-Mamba, and in Jamba."""
+"""The mixer of Mamba-1 (mamba.py has its mathematics) as it is in transformers' Mamba and Falcon-Mamba, and in Jamba."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -78,7 +78,7 @@ class ChannelProjected(Projected):
 
 
 class SelectiveMixer(GraftedMixer):
-    """Stands before a stock mixer of the kind of MambaMixer. A head is a channel; keys are B, queries C, values x."""
+    """A mixin before a stock mixer of the kind of MambaMixer. A head is a channel; keys are B, queries C, values x."""
 
     graft_class = ChannelGraft
     num_heads = property(lambda self: self.intermediate_size)

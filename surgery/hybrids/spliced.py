@@ -16,7 +16,7 @@ from surgery.hybrids.windows import is_window
 
 
 class Spliced:
-    """Stands before a stock language model."""
+    """A mixin before a stock language model."""
 
     # Where mamba-surgery is installed. recall reads what `surgery` is to be for a model that transformers loaded; saving gives
     # a place to write to, and moves what was written to the folder that was asked for, over nothing that is the user's.

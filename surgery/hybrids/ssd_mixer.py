@@ -1,4 +1,4 @@
-"""The mixer of Mamba-2 (mamba2.py has its mathematics) as it stands in transformers' Mamba-2 and in the hybrids that have it
+"""The mixer of Mamba-2 (mamba2.py has its mathematics) as it is in transformers' Mamba-2 and in the hybrids that have it
 among other layers."""
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from surgery.kernels.packing import Packing
 
 
 class SSDMixer(DualMixer):
-    """Stands before a stock mixer of the kind of Mamba2Mixer. Keys are B, queries C, values x."""
+    """A mixin before a stock mixer of the kind of Mamba2Mixer. Keys are B, queries C, values x."""
 
     def project(
         self: Any, hidden_states: Tensor, cache: Cache | None = None, attention_mask: Tensor | None = None,

@@ -35,7 +35,7 @@ class HybridBlock(GradientCheckpointingLayer):
 
 
 class HybridBackbone:
-    """Stands before a stock backbone."""
+    """A mixin before a stock backbone."""
 
     last_norm: ClassVar[str] = "norm_f"
 
@@ -88,7 +88,7 @@ class HybridBackbone:
 
 
 class HybridLanguageModel:
-    """Stands before StockHybrid. All mixers are ours."""
+    """A mixin before StockHybrid. All mixers are ours."""
 
     all_mixers = packs = plain_blocks = True
     _no_split_modules: Any = ["HybridBlock", "LayerGraftBlock"]

@@ -7,13 +7,13 @@ becomes one of ours: same object, same parameters under the same names, and a gr
 other layer, the model is the stock model. Nothing is spliced by editing its forward.
 
 A family says three things: the stock language model, the stock class of its mixers (one a layer at most, found wherever it
-stands in a block), and the class of ours (a GraftedMixer, mixer.py) that such a mixer becomes. The latter stands before the
+is in a block), and the class of ours (a GraftedMixer, mixer.py) that such a mixer becomes. The latter is a mixin before the
 stock class, so it reads the stock mixer's attributes.
 
 Two of the stock model's ways have to be bridged (InStock, GraftCache). It hands a mixer no cache for keys: its layer has none,
 or one for an attention of its own. And it hands it a mask of padding for a prompt alone; attention needs it ever after.
 
-What else a stock model's own code lacks stands in a class before all, `around`: XLSTMLanguageModel (xlstm.py) replaces a
+What else a stock model's own code lacks is in a mixin before all, `around`: XLSTMLanguageModel (xlstm.py) replaces a
 forward that takes no mask, HybridLanguageModel (ssm_model.py) that of all Mambas, LightningLanguageModel (lightning_mixer.py)
 brings a cache whose layers can be added to.
 """
@@ -79,7 +79,7 @@ class GraftCache:
 
 
 class InStock:
-    """Stands before a mixer of ours and a stock one, and takes what a stock block gives its mixer."""
+    """A mixin before a mixer of ours and a stock one, and takes what a stock block gives its mixer."""
 
     stock: ClassVar[type]
     returns_pair: bool
@@ -127,7 +127,7 @@ class LayerGraftInStock(InStock, LayerGraftMixer):
 
 
 class StockHybrid(Spliced):
-    """Stands before a stock language model."""
+    """A mixin before a stock language model."""
 
     stock: ClassVar[type]
     stock_mixer: ClassVar[type]

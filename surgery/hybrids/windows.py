@@ -7,8 +7,8 @@ their window together. Keys stay turned by their own positions, so from a cache 
 
 It is the stock model's own attention, by three of transformers' interfaces, and no family's code is written again:
 
-    WindowedAttention   stands before the class of a stock attention, and has it choose `attend` as its attention function
-    WindowedLayer       stands before the class of a cache's layer: it keeps all keys of the other heads, as that layer does,
+    WindowedAttention   a mixin before the class of a stock attention, which has it choose `attend` as its attention function
+    WindowedLayer       a mixin before the class of a cache's layer: it keeps all keys of the other heads, as that layer does,
                         and of those with a window the first and the latest ones
     attend              asks the stock function for the other heads, and computes those with a window itself
 
@@ -82,7 +82,7 @@ def attention_in(block: nn.Module, mixer: type, config: Any) -> Any:
 
 
 def give_window(attention: Any, layer: int, window: AttentionWindow) -> None:
-    """Let a stock attention have a window where it stands in this layer; Zamba2's stands in several."""
+    """Let a stock attention have a window where it is used in this layer; Zamba2's is used in several."""
     if not isinstance(attention, WindowedAttention):
         become(attention, before(WindowedAttention, type(attention)))
         attention.windows = {}
@@ -102,7 +102,7 @@ class _Choosing:
 
 
 class WindowedAttention:
-    """Stands before a stock attention. windows: by layer."""
+    """A mixin before a stock attention. windows: by layer."""
 
     windows: dict[int, AttentionWindow]
     layer_idx: int
@@ -121,7 +121,7 @@ class WindowedAttention:
 
 @contextmanager
 def without_window(attention: WindowedAttention, layer: int) -> Iterator[None]:
-    """The stock attention, for a while, where it stands in this layer."""
+    """The stock attention, for a while, where it is used in this layer."""
     window = attention.windows.pop(layer, None)
     try:
         yield
@@ -165,7 +165,7 @@ class Halves(NamedTuple):
 
 
 class WindowedLayer:
-    """Stands before a layer of a cache. keys, values: of the heads without a window. recent_keys, recent_values (b, groups, n,
+    """A mixin before a layer of a cache. keys, values: of the heads without a window. recent_keys, recent_values (b, groups, n,
     d): of those with one, of the latest tokens. first_keys, first_values (b, groups, f, d): of the first ones, once some of
     those before `recent` were forgotten. seen: tokens so far."""
 

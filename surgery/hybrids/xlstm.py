@@ -59,7 +59,7 @@ class XLSTMBackbone(xLSTMModel):
 
 
 class XLSTMLanguageModel:
-    """Stands before StockHybrid."""
+    """A mixin before StockHybrid."""
 
     all_mixers = True
     exchanged = {xLSTMModel: XLSTMBackbone}

@@ -57,7 +57,7 @@ def local_folder(name: str, revision: str | None = None, patterns: list[str] | N
 
 def check_files(folder: Path) -> None:
     """Raise UserError for a file of a model's folder that cannot be one: a pipe would be waited for, a device has no end, and
-    of a key that stands twice in a configuration, the last would be taken in silence."""
+    of a key that occurs twice in a configuration, the last would be taken in silence."""
     for path in sorted(folder.iterdir()):
         if path.suffix not in READ or path.is_dir():
             continue

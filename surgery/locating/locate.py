@@ -175,7 +175,7 @@ def _scores(subject: Subject, columns: Mapping[str, ScoreColumn], starts: Mappin
 
 def _with_roles(scores: Heads, columns: Mapping[str, ScoreColumn], chance: float, pair_mass: np.ndarray) -> Heads:
     """The scores with the heads' roles. chance: of picking the answer's span. pair_mass (questions, layers, heads)."""
-    # A role is a claim about one head among all, so it stands on intervals that are corrected for their number (Bonferroni).
+    # A role is a claim about one head among all, so it rests on intervals that are corrected for their number (Bonferroni).
     level = LEVEL / len(scores)
     low = {}
     for name in TESTED:

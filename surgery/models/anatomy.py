@@ -199,7 +199,7 @@ def anatomy(model: PreTrainedModel) -> Anatomy:
 
 
 def mixer_at(model: PreTrainedModel, layer: int) -> Any:
-    """The module of a layer in which grafts are put, or which stands there instead; None if it has only an attention of its
+    """The module of a layer in which grafts are put, or which is there instead; None if it has only an attention of its
     own, or no mixer. Also of a model without values."""
     block = blocks_of(model)[layer]
     slots = [slot for slot in SLOTS if slot.kind != "attention" or _is_linear(model, layer)]  # where grafts are put

@@ -11,8 +11,8 @@ these are the tokens of the whole. Where one does, they are what the harness sco
 one of the prompt's, as far as the prompt has tokens.
 
 A thousand questions with 64 candidates each are 64,000 texts of some hundred tokens that differ in the last one or two. So the
-prompt's beginning is left out where that changes nothing (`_tail`). Most tokenizers never join what stands before a space
-between two visible characters to what stands behind it. This is the case if two conditions hold. No entry of the vocabulary
+prompt's beginning is left out where that changes nothing (`_tail`). Most tokenizers never join what precedes a space
+between two visible characters to what follows it. This is the case if two conditions hold. No entry of the vocabulary
 crosses such a space, since the model merges (BPE) or chooses (Unigram) entries only. And the text behind the space is cut into
 words in the same way whether or not the text before it is there, which is tried once on texts like those of all prompts. With
 any other tokenizer the whole text is tokenised.
@@ -128,7 +128,7 @@ def _added(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
 
 
 def _end_with_text(processor: dict[str, Any] | None) -> None:
-    """Take what stands behind the text out of a post-processor's settings."""
+    """Take what follows the text out of a post-processor's settings."""
     for part in (processor or {}).get("processors", [processor]):
         for name in ("single", "pair"):
             while part and part.get(name) and "SpecialToken" in part[name][-1]:

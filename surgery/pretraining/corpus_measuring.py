@@ -20,7 +20,7 @@ from surgery.statistics import mean, proportion, shares
 
 MORE = 4  # times the windows that are measured during training
 LENGTHS = (1, 2, 4, 8)  # of rows, in windows
-RARE = 10.0  # how often, in a million tokens of the text that was learnt, a pair stands that may be a hit
+RARE = 10.0  # how often, in a million tokens of the text that was learnt, a pair occurs that may be a hit
 PAIRS = (4, 8, 16)  # of key-value retrieval: its prompts are nothing like prose
 
 

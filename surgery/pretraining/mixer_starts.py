@@ -22,7 +22,7 @@ from torch import nn
 from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
 
 STEPS = 0.001, 0.1
-FORGET = 1.0, 6.0  # of the first head, and of the last: what stands before the sigmoid
+FORGET = 1.0, 6.0  # of the first head, and of the last: the argument of the sigmoid
 SOON = -1.5, 1.5  # in the first layer
 
 

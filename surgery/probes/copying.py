@@ -1,6 +1,6 @@
 """Copying of "Repeat After Me: Transformers are Better than State Space Models at Copying" (arXiv 2402.01032).
 
-A string of random words stands `shown` times in the prompt (twice in the paper, which shows the task), then its first word: the
+A string of random words is `shown` times in the prompt (twice in the paper, which shows the task), then its first word: the
 model has to write the others. Words are drawn independently and may recur, so that one word does not always determine the next.
 In the paper the strings are natural or shuffled text, and what a model writes after the copy counts; here it does not.
 """

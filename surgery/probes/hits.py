@@ -55,7 +55,7 @@ def hits(
 
     A token is one where the pair that it ends stood in the same row before, last at least `gap` tokens before, and stands
     elsewhere in the text of `counts` at most `rare` times per million tokens. within: whether the rows are part of that text;
-    what stands in the row itself then does not count. documents (rows, t): the number of the document that a token belongs to,
+    what is in the row itself then does not count. documents (rows, t): the number of the document that a token belongs to,
     where a row holds several; none sees another.
     """
     return seen_before(rows, counts, rare, within=within, documents=documents, gap=gap) != NONE
@@ -103,7 +103,7 @@ def _pairs(rows: np.ndarray, documents: np.ndarray | None = None) -> np.ndarray:
 
 
 def _alike(row: np.ndarray, number: np.ndarray) -> np.ndarray:
-    """(places,): how often the same number stands in the same row."""
+    """(places,): how often the same number occurs in the same row."""
     order = np.lexsort((number, row))
     row, number = row[order], number[order]
     begins = np.flatnonzero(np.r_[True, (row[1:] != row[:-1]) | (number[1:] != number[:-1])])

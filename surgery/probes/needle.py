@@ -1,7 +1,7 @@
 """A needle in a haystack: one sentence, told somewhere in a long text, asked for at its end; or one of several.
 
 The haystack is running text, cut so that the whole prompt, special tokens included, has exactly `length` tokens. The needle,
-"The secret number of anchor is 42.", stands after the sentence that ends nearest to `depth`. The model's answer is the number,
+"The secret number of anchor is 42.", follows the sentence that ends nearest to `depth`. The model's answer is the number,
 among the needle's and nine others from 10 to 99, whose tokens have the largest summed log-probability. Chance is 1 / 10. The
 nine stand in no needle: a model that merely prefers the numbers it has read is above chance.
 

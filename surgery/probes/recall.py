@@ -92,7 +92,7 @@ class Recall:
 
 
 class _Text:
-    """The words of a file. codes: each one's number. rarity: minus the logarithm of how often the word of that number stands in
+    """The words of a file. codes: each one's number. rarity: minus the logarithm of how often the word of that number occurs in
     the text. pairs: the number of the pair that ends at each word from the second on, and how often that pair occurs there."""
 
     def __init__(self, words: list[str]):

@@ -254,7 +254,7 @@ class Ruler:
             prompt, answers = self._chain(rng, numbers, size, letters)
             return self._tokens(f"{prompt}  {list(answers)}") + before
 
-        # The solved example that stands before each question.
+        # The solved example before each question.
         size = max(5, small._size(5, 0, None, lambda size: counted(size, 3)))
         drawn = small._samples(1, size, 5, 5, lambda now: self._chain(rng, numbers, now, 3), lambda prompt: f"{prompt} ")
         prompt, answers = next(drawn, None) or self._chain(rng, numbers, 5, 3)

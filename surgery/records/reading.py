@@ -1,7 +1,7 @@
 """Files that are handed in, read in one place: whatever is wrong with one is one clear line, before any of it is in memory.
 
 A plain file only: a pipe would be waited for, and /dev/zero has no end. JSON and YAML give trees of what JSON knows, in which
-no key stands twice, and nothing that the rest of the program would stumble over: no text that cannot be written or be a path,
+no key occurs twice, and nothing that the rest of the program would stumble over: no text that cannot be written or be a path,
 no nesting that no recursion reaches the end of, no number of thousands of digits.
 """
 

@@ -49,7 +49,7 @@ class Site:
 
 
 def check_distinct(heads: tuple[int, ...], text: str) -> None:
-    """Raise UserError for a head that stands there twice: another one may have been meant."""
+    """Raise UserError for a head that is named twice: another one may have been meant."""
     if len(set(heads)) < len(heads):
         raise UserError(f"'{text}' names a head twice")
 

@@ -1,4 +1,4 @@
-"""YAML as users write it: whatever is wrong with it is one clear line, and no key stands twice."""
+"""YAML as users write it: whatever is wrong with it is one clear line, and no key occurs twice."""
 
 from typing import Any
 

@@ -47,7 +47,7 @@ def _reason(engine: str, module: str, errors: str, python: Path) -> str:
     lines = [line.strip() for line in errors.splitlines() if line.strip()]
     if any(f"No module named '{module}'" in line for line in lines):
         return f"{'it' if module == engine else f'its package {module}'} is not installed for {python}"
-    refused = [line for line in lines if "Value error, " in line]  # in a server's log something stands before it
+    refused = [line for line in lines if "Value error, " in line]  # a server's log has a prefix
     raised = [line for line in lines if "Error: " in line]
     reason = (refused or raised[::-1] or lines[::-1] or ["it ended"])[0]
     reason = reason.rpartition("Value error, ")[2].split("[type=")[0].strip()

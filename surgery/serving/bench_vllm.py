@@ -94,7 +94,7 @@ def _measured(folder: str, port: int, context: int, places: int) -> dict[str, An
 
 
 def _wait(server: subprocess.Popen, port: int) -> None:
-    """Until the server answers. What it says when it fails stands in the standard error."""
+    """Until the server answers. What it says when it fails is in the standard error."""
     end = time.monotonic() + PATIENCE
     while time.monotonic() < end:
         if server.poll() is not None:

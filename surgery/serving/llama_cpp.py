@@ -1,4 +1,4 @@
-"""llama.cpp's converter, which is no package of its own: it stands in llama.cpp's sources, and is run from there."""
+"""llama.cpp's converter, which is no package of its own: it is in llama.cpp's sources, and is run from there."""
 
 import os
 import shlex

@@ -1,6 +1,6 @@
 """vLLM's attention in the place of a whole mixer, with the donor's norms and MLP where they came along.
 
-What is computed stands in hybrids/layer_graft.py.
+What is computed is in hybrids/layer_graft.py.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""Leaks: how much of the text that is measured on also stands in the text that is trained on, perhaps under another name, in
+"""Leaks: how much of the text that is measured on is also in the text that is trained on, perhaps under another name, in
 another format or with other line ends.
 
 Only letters and digits are compared, in lower case, so that line ends, wrapping, spaces, punctuation and JSON's quotes do not
@@ -33,7 +33,7 @@ _BASE = int(_random.integers(0, 2**64, dtype=np.uint64)) | 1
 
 
 def check_apart(held_out: str, sources: Iterable[tuple[str, Iterable[str]]], measured: int) -> None:
-    """Raise UserError if more than `TOLERATED` of the text file `held_out` stands in one of the sources.
+    """Raise UserError if more than `TOLERATED` of the text file `held_out` is in one of the sources.
 
     sources: (name, texts) of each; the first `LIMIT` characters of its texts are read. measured: about how many tokens from the
     beginning of the file perplexity reads; that part is also compared by itself.
@@ -63,7 +63,7 @@ class CheckedText:
         self._filter[_head(self._hashes)] = True
 
     def share(self, texts: Iterable[str]) -> float:
-        """The share of this text, from 0 to 1, that stands in other texts. These are joined, so it does not matter how they are
+        """The share of this text, from 0 to 1, that is in other texts. These are joined, so it does not matter how they are
         divided."""
         if not len(self._hashes):
             return 0.0

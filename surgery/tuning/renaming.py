@@ -5,7 +5,8 @@ context, so that it teaches nothing about looking there. Where names are exchang
 anonymised stories of Hermann et al. (arXiv 1506.03340, section 2.2), which reading was to be learnt from, and not knowledge.
 
 A token is exchanged for another of the same kind: both of letters of one script, with or without a space before them, and with
-or without a capital. All tokens of a kind are permuted, so different tokens stay different, and what stood twice stands twice.
+or without a capital. All tokens of a kind are permuted, so different tokens stay different, and what occurred twice still
+does.
 """
 
 import random
@@ -17,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from surgery.errors import UserError
 from surgery.probes.hits import PairCounts
 
-BEFORE = "a"  # stands before a token while it is decoded: some tokenizers drop a space at the very beginning
+BEFORE = "a"  # put before a token while it is decoded: some tokenizers drop a space at the very beginning
 
 
 class Renaming:

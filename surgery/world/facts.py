@@ -16,7 +16,7 @@ PEOPLE = tuple(
     for last in "rin dal mek las nor pia sha tun vek wen".split()
 )
 
-# relation -> (question, possible values, templates: what stands before the value)
+# relation -> (question, possible values, templates: the words before the value)
 RELATIONS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "pet": (
         "What is the pet of {p}?",

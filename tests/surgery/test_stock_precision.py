@@ -13,7 +13,7 @@ from surgery.records.recipe import Lora
 from surgery.splicing.splice import adopt, graft_parameters, splice, unsplice
 from surgery.tuning.loop import tune
 from tests.conftest import VOCABULARY, but_slow
-from tests.patients import tokenizer as other_tokenizer
+from tests.published_models import tokenizer as other_tokenizer
 from tests.surgery.stock_bases import base_of, plan_for
 from tests.surgery.test_tune import SHORT
 

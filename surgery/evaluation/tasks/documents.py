@@ -16,5 +16,5 @@ def prompt(doc: dict[str, Any]) -> str:
 
 
 def contains(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
-    """Whether one of the answers stands in what was written, whatever its case."""
+    """Whether one of the answers occurs in what was written, whatever its case."""
     return {"contains": float(any(answer.lower() in results[0].lower() for answer in doc["answers"]))}

@@ -1,7 +1,7 @@
-"""The whole job, and every verb by itself, on the awkward patients of patients.py.
+"""The whole job, and every verb by itself, on the models of published_models.py.
 
 `make test` takes every family once (three of them in test_recipes.py), `make test-slow` every published model, and in these
-every tokenizer; the product of all needs SURGERY_ALL_PATIENTS, as it takes the better part of an hour.
+every tokenizer; the product of all needs SURGERY_ALL_PUBLISHED, as it takes the better part of an hour.
 """
 
 import csv
@@ -23,17 +23,17 @@ from surgery.records.plan import Plan
 from surgery.records.recipe import Bench, Data
 from surgery.splicing.splice import splice
 from tests.conftest import SAME, but_slow, float64
-from tests.patients import DTYPES, LAYOUTS, PUBLISHED, TOKENIZERS, Patient, original, stock
+from tests.published_models import DTYPES, LAYOUTS, PUBLISHED, TOKENIZERS, PublishedModel, original, stock
 
 NAMES, WORDS = tuple(PUBLISHED), tuple(TOKENIZERS)
-ALL = [Patient(*choice) for choice in itertools.product(NAMES, DTYPES, LAYOUTS, WORDS)]
+ALL = [PublishedModel(*choice) for choice in itertools.product(NAMES, DTYPES, LAYOUTS, WORDS)]
 # Every published model once, the half precisions, layouts and tokenizers in turns; float32 is in all other tests.
 SOME = [
-    Patient(name, DTYPES[1 + (i + i // 4) % 2], LAYOUTS[i % 3 % 2], WORDS[i % len(WORDS)], spare=0 if i == 0 else 37)
+    PublishedModel(name, DTYPES[1 + (i + i // 4) % 2], LAYOUTS[i % 3 % 2], WORDS[i % len(WORDS)], spare=0 if i == 0 else 37)
     for i, name in enumerate(NAMES)
 ]
 PAINTED = "mistralai/Mamba-Codestral-7B-v0.1"  # with controls, and figures of tokens that no font has
-QUICK = [patient for patient in SOME if patient.published in (PAINTED, "state-spaces/mamba-130m")]
+QUICK = [checkpoint for checkpoint in SOME if checkpoint.published in (PAINTED, "state-spaces/mamba-130m")]
 # Fewer of everything than by default, and nothing else.
 FEW = """
 locate: {examples: 4, options: {pairs: 4}}
@@ -58,21 +58,21 @@ tune:
 bench: {pairs: [3], limit: 2, windows: 2, window: 32, contexts: [], controls: false}
 """
 whole_product = pytest.mark.skipif(
-    "SURGERY_ALL_PATIENTS" not in os.environ, reason="SURGERY_ALL_PATIENTS is not set: it takes the better part of an hour"
+    "SURGERY_ALL_PUBLISHED" not in os.environ, reason="SURGERY_ALL_PUBLISHED is not set: it takes the better part of an hour"
 )
 
 
 @pytest.fixture
-def admitted(tmp_path):
-    """Write a patient: its folder, and the settings that a user has to give with it."""
+def written(tmp_path):
+    """Write a checkpoint: its folder, and the settings that a user has to give with it."""
 
-    def admit(patient: Patient) -> tuple[Path, list[str]]:
-        patient.write(tmp_path / "patient")
-        words = patient.tokenizer_in(tmp_path / "patient")
-        apart = words != tmp_path / "patient"
-        return tmp_path / "patient", ["--set", f"tokenizer={words}"] if apart else []
+    def write(checkpoint: PublishedModel) -> tuple[Path, list[str]]:
+        checkpoint.write(tmp_path / "checkpoint")
+        words = checkpoint.tokenizer_in(tmp_path / "checkpoint")
+        apart = words != tmp_path / "checkpoint"
+        return tmp_path / "checkpoint", ["--set", f"tokenizer={words}"] if apart else []
 
-    return admit
+    return write
 
 
 def finite(record) -> None:
@@ -80,11 +80,11 @@ def finite(record) -> None:
     json.loads(record.read_text(), parse_constant=lambda name: pytest.fail(f"{record} holds {name}"))
 
 
-def whole_job(surgery, admitted, tmp_path, patient: Patient) -> None:
-    folder, _ = admitted(patient)
+def whole_job(surgery, written, tmp_path, checkpoint: PublishedModel) -> None:
+    folder, _ = written(checkpoint)
     words = f"tokenizer: {folder}/tokenizer\n" if (folder / "tokenizer").exists() else ""
     (tmp_path / "few.yaml").write_text(f"model: {folder}\n{words}{FEW}")
-    controls = patient.published == PAINTED
+    controls = checkpoint.published == PAINTED
     status, out, err = surgery("run", "few.yaml", "--anyway", "--set", f"bench.controls={str(controls).lower()}")
     assert status == 0, err
     assert ("control_same_layer" in out) == controls
@@ -94,27 +94,27 @@ def whole_job(surgery, admitted, tmp_path, patient: Patient) -> None:
     for name in ("ranking.json", "report.json"):
         finite(done / name)
     hybrid = load(done / "hybrid")
-    assert {str(p.dtype) for n, p in hybrid.model.named_parameters() if ".graft." not in n} == {f"torch.{patient.dtype}"}
+    assert {str(p.dtype) for n, p in hybrid.model.named_parameters() if ".graft." not in n} == {f"torch.{checkpoint.dtype}"}
 
 
-@pytest.mark.parametrize("patient", but_slow(SOME, *QUICK), ids=str)
-def test_the_whole_job(surgery, admitted, tmp_path, request, patient):
-    if patient.published == PAINTED:
+@pytest.mark.parametrize("checkpoint", but_slow(SOME, *QUICK), ids=str)
+def test_the_whole_job(surgery, written, tmp_path, request, checkpoint):
+    if checkpoint.published == PAINTED:
         request.getfixturevalue("painted")
-    whole_job(surgery, admitted, tmp_path, patient)
+    whole_job(surgery, written, tmp_path, checkpoint)
 
 
 @pytest.mark.slow
 @whole_product
-@pytest.mark.parametrize("patient", ALL, ids=str)
-def test_the_whole_job_on_everyone(surgery, admitted, tmp_path, patient):
-    whole_job(surgery, admitted, tmp_path, patient)
+@pytest.mark.parametrize("checkpoint", ALL, ids=str)
+def test_the_whole_job_on_everyone(surgery, written, tmp_path, checkpoint):
+    whole_job(surgery, written, tmp_path, checkpoint)
 
 
 @pytest.mark.parametrize("words", but_slow(["Llama 2", "no special tokens"], "Llama 2"))
-def test_heads_by_choice_learn_from_hints(surgery, admitted, tmp_path, words):
+def test_heads_by_choice_learn_from_hints(surgery, written, tmp_path, words):
     """Choice and hints have to find the answer's tokens in the prompt, whatever the tokenizer makes of its beginning."""
-    folder, _ = admitted(Patient("mistralai/Mamba-Codestral-7B-v0.1", "float16", "one file", words))
+    folder, _ = written(PublishedModel("mistralai/Mamba-Codestral-7B-v0.1", "float16", "one file", words))
     (tmp_path / "choice.yaml").write_text(f"model: {folder}\n{CHOICE}")
     status, _, err = surgery("run", "choice.yaml", "--anyway")
     assert status == 0, err
@@ -125,14 +125,14 @@ def test_heads_by_choice_learn_from_hints(surgery, admitted, tmp_path, words):
 
 
 STEP_BY_STEP = (
-    Patient("state-spaces/mamba2-130m", "float16", "one file", "GPT-NeoX"),
-    Patient("cartesia-ai/Llamba-3B", "float16", "shards", "Llama 3"),
-    Patient("tiiuae/falcon-mamba-7b", "float16", "one file", "no special tokens"),
+    PublishedModel("state-spaces/mamba2-130m", "float16", "one file", "GPT-NeoX"),
+    PublishedModel("cartesia-ai/Llamba-3B", "float16", "shards", "Llama 3"),
+    PublishedModel("tiiuae/falcon-mamba-7b", "float16", "one file", "no special tokens"),
 )
 
 
-def step_by_step(surgery, admitted, tmp_path, patient: Patient) -> None:
-    folder, words = admitted(patient)
+def step_by_step(surgery, written, tmp_path, checkpoint: PublishedModel) -> None:
+    folder, words = written(checkpoint)
     (tmp_path / "few.yaml").write_text(f"model: x\n{FEW}")
     few = ["--recipe", "few.yaml"]
 
@@ -159,16 +159,16 @@ def step_by_step(surgery, admitted, tmp_path, patient: Patient) -> None:
 
 
 @pytest.mark.slow  # on a base of the toolkit's own it is a quick test of test_cli.py
-@pytest.mark.parametrize("patient", STEP_BY_STEP, ids=str)
-def test_every_verb_by_itself(surgery, admitted, tmp_path, patient):
-    step_by_step(surgery, admitted, tmp_path, patient)
+@pytest.mark.parametrize("checkpoint", STEP_BY_STEP, ids=str)
+def test_every_verb_by_itself(surgery, written, tmp_path, checkpoint):
+    step_by_step(surgery, written, tmp_path, checkpoint)
 
 
 @pytest.mark.slow
 @whole_product
-@pytest.mark.parametrize("patient", SOME, ids=str)
-def test_every_verb_by_itself_on_more(surgery, admitted, tmp_path, patient):
-    step_by_step(surgery, admitted, tmp_path, patient)
+@pytest.mark.parametrize("checkpoint", SOME, ids=str)
+def test_every_verb_by_itself_on_more(surgery, written, tmp_path, checkpoint):
+    step_by_step(surgery, written, tmp_path, checkpoint)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -177,9 +177,9 @@ def test_a_published_configuration_computes_what_transformers_does(tmp_path, nam
     """Read in float64 by both; and stored in a precision, it is loaded in that."""
     ids = torch.randint(1, 600, (2, 19), generator=torch.Generator().manual_seed(0))
     for dtype, layout in (("bfloat16", "shards"), ("float16", "one file")):
-        patient, folder = Patient(name, dtype, layout, "GPT-NeoX"), tmp_path / dtype
-        patient.write(folder)
-        words = str(patient.tokenizer_in(folder))
+        checkpoint, folder = PublishedModel(name, dtype, layout, "GPT-NeoX"), tmp_path / dtype
+        checkpoint.write(folder)
+        words = str(checkpoint.tokenizer_in(folder))
         assert load(folder, tokenizer=words).model.dtype == getattr(torch, dtype)
         base = load(folder, tokenizer=words, dtype="float64").model
         theirs = base if original(name) else stock(folder).double()
@@ -212,9 +212,9 @@ def test_a_published_configuration_computes_what_transformers_does(tmp_path, nam
     ids=str,
 )  # fmt: skip
 def test_a_field_that_would_compute_something_else_is_refused(tmp_path, name, change):
-    patient = Patient(name, "float32", "one file", "GPT-NeoX")
+    checkpoint = PublishedModel(name, "float32", "one file", "GPT-NeoX")
     ((field, value),) = change.items()
-    (tmp_path / "config.json").write_text(json.dumps(patient.config() | change))
+    (tmp_path / "config.json").write_text(json.dumps(checkpoint.config() | change))
     with pytest.raises(UserError) as caught:
         load(tmp_path)
     family = PUBLISHED[name][0]["model_type"]
@@ -235,12 +235,12 @@ def test_what_an_original_folder_may_also_hold():
 
 
 @pytest.mark.parametrize("words", but_slow(WORDS, "Llama 2", "no special tokens"))
-def test_bench_decides_as_lm_eval_does_on_the_exported_folder(admitted, tmp_path, words):
+def test_bench_decides_as_lm_eval_does_on_the_exported_folder(written, tmp_path, words):
     """Answer by answer, whatever the tokenizer makes of a prompt and its candidates."""
     lm_eval = pytest.importorskip("lm_eval", reason="needs the extra 'eval' (lm-evaluation-harness)")
     from lm_eval.tasks import TaskManager
 
-    folder, _ = admitted(Patient("AntonV/mamba2-130m-hf", "float32", "one file", words))
+    folder, _ = written(PublishedModel("AntonV/mamba2-130m-hf", "float32", "one file", words))
     base, plan = load(folder), Plan(sites=("L1.H2",))
     hybrid = splice(base.model, plan)
     export(hybrid, tmp_path / "hybrid", tokenizer=base.tokenizer, plan=plan, base="a base")

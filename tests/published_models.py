@@ -1,6 +1,6 @@
-"""Awkward patients: tiny random checkpoints that lie on the disk as the published ones do.
+"""Awkward checkpoints: tiny random ones that lie on the disk as the published ones do.
 
-A patient is a published configuration, word by word with its sizes cut, stored in a precision and a layout, with a tokenizer of
+Each has a published configuration, word by word with its sizes cut, stored in a precision and a layout, with a tokenizer of
 a kind that real models have. Gathered from what public repositories quote of the Hub's config.json files, and from
 transformers' sources of 4.39 to 5.14, which wrote them.
 """
@@ -42,7 +42,7 @@ LLAMBA = {
     "ssm_cfg": {"d_state": 64, "n_v_heads": 24, "n_qk_heads": 24, "expand": 1, "chunk_size": 128, "activation": "identity",
                 "bias": False},
 }  # fmt: skip
-# Published configurations as their config.json has them, and the sizes that a patient has instead.
+# Published configurations as their config.json has them, and the sizes that a checkpoint here has instead.
 PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "state-spaces/mamba-130m-hf": (
         published("mamba-130m").config,
@@ -111,7 +111,7 @@ def original(published: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Patient:
+class PublishedModel:
     """published: of PUBLISHED. layout: of LAYOUTS, and for an original folder its pytorch_model.bin, whatever it says.
     tokenizer: of TOKENIZERS. spare: rows of the vocabulary beyond the tokenizer's, before they are padded."""
 
