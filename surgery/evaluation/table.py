@@ -244,15 +244,17 @@ def cache_sizes(model: ModelReport) -> dict[int, int]:
     return {cell.context: cell.cache_bytes for cell in model.cost} | single
 
 
+def _body(columns: Sequence[TableColumn], models: Iterable[str], best: str) -> list[list[str]]:
+    """A row for each model that has a cell in one of the columns. best: how the best cell of a column is written."""
+    named = [name for name in models if any(name in column.cells for column in columns)]
+    return [[name, *(best.format(c.text(name)) if c.best == name else c.text(name) for c in columns)] for name in named]
+
+
 def markdown(found: list[TableColumn], models: Iterable[str]) -> str:
     """A table for each group, and what has to be known to read them."""
     parts = []
     for group, chosen in _by_group(found).items():
-        names = [name for name in models if any(name in column.cells for column in chosen)]
-        body = []
-        for name in names:
-            texts = [f"**{c.text(name)}**" if c.best == name else c.text(name) for c in chosen]
-            body.append([name, *texts])
+        body = _body(chosen, models, "**{}**")
         table = named_table(["model", *(column.head for column in chosen)], body)
         parts.append(f"### {group}\n\n{table}\n\n{_said(chosen)}")
     return "\n".join(parts)
@@ -293,11 +295,7 @@ def latex(found: list[TableColumn], models: Iterable[str]) -> str:
 
     parts = ["% \\usepackage{booktabs}"]
     for group, chosen in _by_group(found).items():
-        names = [name for name in models if any(name in column.cells for column in chosen)]
-        rows = []
-        for name in names:
-            texts = [f"\\textbf{{{c.text(name)}}}" if c.best == name else c.text(name) for c in chosen]
-            rows.append([escaped(name), *texts])
+        rows = [[escaped(name), *texts] for name, *texts in _body(chosen, models, "\\textbf{{{}}}")]
         head = ["model", *(escaped(column.head) for column in chosen)]
         lines = [f"% {group}. {_said(chosen).strip()}", f"\\begin{{tabular}}{{l{'r' * len(chosen)}}}", "\\toprule"]
         lines += [" & ".join(head) + " \\\\", "\\midrule", *(" & ".join(row) + " \\\\" for row in rows)]
