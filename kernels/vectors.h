@@ -61,7 +61,7 @@ static inline void put(float *to, vec v, int64_t count) {
 }
 
 /* 2^z for z <= 0 (right up to 127, and infinite at 128): relative error 2e-7, exactly 1 at 0, exactly 0 below -127, NaN for NaN.
-   z = k + f with |f| <= 1/2 by adding and subtracting 1.5 * 2^23, whose last bits then are k + 127: shifted, it is 2^k.
+   z = k + f with |f| <= 1/2 by adding and subtracting 1.5 * 2^23, in whose last bits k + 127 then stands: shifted, it is 2^k.
    2^f = 1 + f q(f), q fitted to the relative error; no rounding of q moves exp near 0, where errors would add up over time. */
 static inline vec exp2_vec(vec z) {
     const vec lowest = all(-127.0f), magic = all(12582912.0f + 127.0f);
