@@ -180,8 +180,7 @@ class Documents:
             text = _text(self.documents[rng.randrange(len(self.documents))], self.name)
             if self.reading.takes(text):
                 return self.reading.window(text, rng)
-        held_out = f"one document in {HELD_OUT} is held out, and empty ones are passed over"
-        raise UserError(f"{self.name} holds no text {self.reading.side}: {held_out}")
+        raise UserError(_no_text(self.name, self.reading))
 
     def texts(self, documents: int) -> Iterable[str]:
         return (_text(document, self.name) for document in self.documents)
@@ -314,3 +313,7 @@ def _text(value: Any, name: str) -> str:
     if value is not None and not isinstance(value, str):
         raise UserError(f"{name}: a document has to be text, not {type(value).__name__}")
     return value or ""
+
+
+def _no_text(name: str, reading: Reading) -> str:
+    return f"{name} holds no text {reading.side}: one document in {HELD_OUT} is held out, and empty ones are passed over"
