@@ -99,17 +99,22 @@ def chosen_for(
 
 
 def run_chosen(chosen: Chosen, out: Path, *, resume: bool = False, **options: Any) -> Report:
-    """Do what the recipe says, and where no head gains untrained, choose heads by what a perfect choice would save. options: as
-    run() takes them. Raises UserError as run() does."""
+    """Do what the recipe says. Where no head gains untrained, heads are chosen by what a perfect choice would save, and the
+    channels of a Mamba-1 are measured on more questions. options: as run() takes them. Raises UserError as run() does."""
     try:
         return run(chosen.recipe, out, resume=resume, papers=chosen.papers, **options)
     except (NoGain, NoPlan) as error:
-        if not chosen.adapted or chosen.recipe.plan.by != "gain" or not chosen.recipe.plan.grows:
+        if chosen.recipe.plan.by != "gain" or not chosen.recipe.plan.grows or not chosen.choices:
+            raise
+        again = _chosen(chosen, _by_choice(chosen) if chosen.adapted else _with_more_questions(chosen))
+        if again.recipe == chosen.recipe:  # by --set
             raise
         say(f"plan: {error}")
-        say("plan: so heads are chosen by what a perfect choice would save, and learn with hints and adapters")
+        if chosen.adapted:
+            say("plan: so heads are chosen by what a perfect choice would save, and learn with hints and adapters")
+        else:
+            say(f"plan: so plans are measured on {again.recipe.plan.auto.examples} questions")
         options["overwrite"] = False
-        again = _chosen(chosen, _by_choice(chosen))
         return run(again.recipe, out, resume=True, papers=again.papers, **options)
 
 
@@ -202,6 +207,15 @@ def _settings(base: Checkpoint, seen: ModelLook) -> list[Choice]:
         else Choice("bench.contexts", [], "no token is timed: transformers cannot go on from a cache of this model"),
         Choice("bench.random_sites", 1, "one draw of random heads, and the tuning without a graft"),
     ]
+
+
+def _with_more_questions(chosen: Chosen) -> list[Choice]:
+    """What is chosen where the gain of no block of channels was parted from none."""
+    more = 4 * chosen.recipe.plan.auto.examples
+    return [
+        each._replace(value=each.value | {"examples": more}, why=f"{each.why}; fewer questions parted no gain from none")
+        if each.key == "plan.auto" else each for each in chosen.choices if each.key != "model"
+    ]  # fmt: skip
 
 
 def _by_choice(chosen: Chosen) -> list[Choice]:
