@@ -15,7 +15,7 @@ from surgery.probes import make, without_unseen
 from surgery.probes.encoded import Asked, Encoded, padded
 from surgery.probes.question import CompletionProbe, Passage, PassageProbe, Probe, Question, WritingProbe
 from surgery.probes.scoring import batches
-from surgery.records.recipe import Locate
+from surgery.records.recipe import Locate, ProbeChoice
 
 REFERENCE_EXAMPLES = 32  # for mean and resample ablation
 
@@ -41,7 +41,7 @@ def asked(
 
 
 def _made(tokenizer: PreTrainedTokenizerBase, name: str, options: Mapping[str, Any] | None) -> Probe | PassageProbe:
-    given = dict(Locate(probe=name).options if options is None else options)
+    given = dict(ProbeChoice(probe=name).options if options is None else options)
     if "tokenizer" in given:
         raise UserError(f"the probe '{name}' takes the model's tokenizer, and no option of that name")
     probe = make(name, tokenizer=tokenizer, **without_unseen(name, given))
@@ -63,29 +63,33 @@ class QuestionSet:
     reference: tuple[Tensor, Tensor] | None = None
 
 
-def question_set(tokenizer: PreTrainedTokenizerBase, options: Locate, *, seed: int, device: torch.device) -> QuestionSet:
-    """What the probe asks, at most `options.examples`: some probes have no more. Raises UserError for fewer than two."""
-    probe, questions_of = asked(tokenizer, options.probe, options.options)
+def question_set(
+    tokenizer: PreTrainedTokenizerBase, choice: ProbeChoice, options: Locate, *, seed: int, device: torch.device
+) -> QuestionSet:
+    """What one probe asks, at most `options.examples`: some probes have no more. Raises UserError for fewer than two."""
+    probe, questions_of = asked(tokenizer, choice.probe, choice.options)
     questions = questions_of(options.examples, seed)
     if len(questions) < 2:
-        raise UserError(f"locating needs at least 2 examples, and {options.probe} has {len(questions)}")
+        raise UserError(f"locating needs at least 2 examples, and {choice.probe} has {len(questions)}")
     reference = None
     if options.ablation != "zero":
         others = [other for other in questions_of(REFERENCE_EXAMPLES, -1 - seed) if other not in questions]
         if not others:
             raise UserError(
-                f"'{options.ablation}' ablation needs questions that are not asked, and {options.probe} has no others; "
-                "ask fewer"
+                f"'{options.ablation}' ablation needs questions that are not asked, and {choice.probe} has no others; ask fewer"
             )
         reference = reference_batch(tokenizer, others, device)
     all_options = {field.name: getattr(probe, field.name) for field in dataclasses.fields(probe) if field.repr}
     groups = list(batches(tokenizer, questions, options.batch_size))
-    return QuestionSet(options.probe, all_options, seed, questions, groups, reference)
+    return QuestionSet(choice.probe, all_options, seed, questions, groups, reference)
 
 
 def question_sets(tokenizer: PreTrainedTokenizerBase, options: Locate, *, seed: int, device: torch.device) -> list[QuestionSet]:
-    """The questions of a ranking and of its repetitions, each with another seed."""
-    return [question_set(tokenizer, options, seed=seed + i, device=device) for i in range(options.seeds)]
+    """The questions of a ranking and of its repetitions: of its probe for each of `options.seeds` seeds, then of the probes in
+    `options.also`."""
+    repeats: list[tuple[ProbeChoice, int]] = [(options, seed + i) for i in range(options.seeds)]
+    repeats += [(other, seed) for other in options.also]
+    return [question_set(tokenizer, choice, options, seed=its_seed, device=device) for choice, its_seed in repeats]
 
 
 def questions_digest(sets: Sequence[QuestionSet]) -> str:
@@ -94,7 +98,7 @@ def questions_digest(sets: Sequence[QuestionSet]) -> str:
 
 
 def check_questions(tokenizer: PreTrainedTokenizerBase, options: Locate, seed: int) -> None:
-    """Raise UserError if the probe of `options` has no questions for locate."""
+    """Raise UserError if the probes of `options` have no questions for locate."""
     question_sets(tokenizer, options.model_copy(update={"seeds": 1}), seed=seed, device=torch.device("cpu"))
 
 

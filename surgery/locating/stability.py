@@ -1,4 +1,4 @@
-"""Do other questions rank the same heads first? The ranking is repeated with the questions of other seeds.
+"""Do other questions rank the same heads first? The ranking is repeated with the questions of other seeds and probes.
 
 Between every two rankings: Spearman's rank correlation over the heads that both measured, with its interval over heads, and how
 many of the leading heads they share. Within each: which of the five best heads by exact measurement the ten best by

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from surgery.records.pretrain_recipe import FIRST, Curriculum, PretrainRecipe
+from surgery.records.pretrain_recipe import Curriculum, PretrainRecipe
 from surgery.tuning.sequences import Piece, collate, kv_pieces, letter_pieces, needle_pieces, text_pieces
 
 MOST_NEEDLES = 8  # numbers told in a document
@@ -19,7 +19,7 @@ class Progress:
     done when that happens with the largest size."""
 
     def __init__(self, options: Curriculum):
-        self.options, self.most, self.running, self.done = options, FIRST, 5.0, False
+        self.options, self.most, self.running, self.done = options, options.first, 5.0, False
 
     def record(self, loss: float) -> None:
         self.running = 0.95 * self.running + 0.05 * loss
@@ -31,7 +31,7 @@ class Progress:
 
 def dictionaries(recipe: PretrainRecipe, rng: random.Random, most: int) -> list[list[Piece]]:
     """Dictionaries of one random size, of at most `most` pairs, with about `recipe.kv_targets` questions in all."""
-    pairs = rng.randint(FIRST, most)
+    pairs = rng.randint(recipe.curriculum.first, most)
     sequences = max(1, recipe.kv_targets // min(pairs, recipe.queries))
     return [kv_pieces(rng, pairs, recipe.queries, keys="all") for _ in range(sequences)]
 

@@ -30,18 +30,25 @@ from surgery.records.site import Site, SitesText, SiteText
 from surgery.records.yaml_text import parse_yaml
 
 KEYS = 128  # words of the small world that may be keys of a dictionary
-FIRST = 2  # pairs of a dictionary at the beginning
 
 
 class Curriculum(Section):
-    """A dictionary begins with two pairs, and has one more whenever the running loss falls below the threshold."""
+    """One pair more whenever the running loss falls below the threshold."""
 
     section = "pretrain.curriculum"
 
-    last: int = Field(default=8, ge=FIRST, le=KEYS)
+    first: Count = 2
+    """Pairs of a dictionary at the beginning."""
+    last: Count = 8
     """Pairs of a dictionary at the end."""
     threshold: float = Field(default=0.5, gt=0, allow_inf_nan=False)
     """The running loss, in nats, at which the next size begins."""
+
+    @pydantic.model_validator(mode="after")
+    def _grows(self) -> Self:
+        if not self.first <= self.last <= KEYS:
+            raise ValueError(f"from {self.first} to {self.last} pairs: first is at most last, and last at most {KEYS}")
+        return self
 
 
 class PretrainHints(Section):

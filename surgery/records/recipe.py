@@ -14,13 +14,13 @@ from surgery.records.reading import shown
 from surgery.records.record import read_text
 from surgery.records.sections.benching import Bench, Suite
 from surgery.records.sections.data import Data, Skill, Text
-from surgery.records.sections.locating import Auto, CacheBudget, Locate, PlanOptions, WindowOptions
+from surgery.records.sections.locating import Auto, CacheBudget, Locate, PlanOptions, ProbeChoice, WindowOptions
 from surgery.records.sections.section import Name, Section
 from surgery.records.sections.tuning import EarlyStopping, Hints, Lesson, Lora, Rename, Tune
 from surgery.records.yaml_text import parse_yaml
 
 __all__ = [
-    "Auto", "Bench", "CacheBudget", "Data", "EarlyStopping", "Hints", "Lesson", "Locate", "Lora", "PlanOptions",
+    "Auto", "Bench", "CacheBudget", "Data", "EarlyStopping", "Hints", "Lesson", "Locate", "Lora", "PlanOptions", "ProbeChoice",
     "Recipe", "Rename", "Skill", "Suite", "Text", "Tune", "WindowOptions", "changed", "read_recipe",
 ]  # fmt: skip
 

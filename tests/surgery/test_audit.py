@@ -44,7 +44,7 @@ architecture: {model_type: mamba2, hidden_size: 32, num_hidden_layers: 2, num_he
 seed: 0
 first_layer_steps: 1
 steps: 1
-curriculum: {last: 3, threshold: 0.5}
+curriculum: {first: 2, last: 3, threshold: 0.5}
 kv_targets: 4
 text_sequences: 1
 letter_sequences: 1

@@ -7,7 +7,7 @@ import torch
 from surgery.choosing.bounded import Measuring
 from surgery.choosing.task import ChoiceTask
 from surgery.errors import UserError
-from surgery.jobs.entries import names_of
+from surgery.jobs.entries import entries_of
 from surgery.jobs.preparing import check_run
 from surgery.loading.opened import Checkpoint
 from surgery.locating.locate import locate
@@ -142,10 +142,14 @@ def test_it_has_no_control_at_other_heads_of_its_layer(base, tokenizer):
     """There it is the same model."""
     ranking = locate(base, tokenizer, options={"pairs": 4}, examples=8, exact=False)
     recipe = Recipe(model="x", plan={"init": "copy", "blend": 0.1})
-    names = names_of(recipe, ranking, plan(ranking, 2, init="copy", blend=0.1))
+
+    def names_of(recipe, chosen):
+        return [*entries_of(base, recipe, ranking, chosen, None, lambda name, model, *_: model)]
+
+    names = names_of(recipe, plan(ranking, 2, init="copy", blend=0.1))
     assert "control_random_site_tuned" in names
     assert not [name for name in names if "same_layer" in name]
     named = Recipe(model="x", bench={"controls": ["tuned"]})
-    assert names_of(named, ranking, plan(ranking, 2)) == ["base", "spliced", "tuned", "control_tuned"]
+    assert names_of(named, plan(ranking, 2)) == ["base", "spliced", "tuned", "control_tuned"]
     logits = [copying(base, sites=(site,))(torch.arange(20)[None]).logits for site in ("L0.H1", "L0.H6")]
     assert torch.equal(*logits)

@@ -395,8 +395,8 @@ def test_text_that_cannot_be_learnt_is_refused_in_one_line(recipe, books, tmp_pa
         ("corpus: {train: a, held_out: b, tokens: 1000000, batch_size: 1000}", "tokens; at most"),
         ("corpus: {train: a, held_out: b}\nkv_targets: 3", "kv_targets: belongs to the small world"),
         ("attention: L1.H0", "attention: whole layers are attention from the start; write L1, not L1.H0"),
-        ("curriculum: {last: 1}", "curriculum.last: must be greater than or equal to 2, not 1"),
-        ("curriculum: {last: 129}", "curriculum.last: must be less than or equal to 128, not 129"),
+        ("curriculum: {first: 8, last: 2}", "from 8 to 2 pairs: first is at most last"),
+        ("curriculum: {last: 129}", "from 2 to 129 pairs: first is at most last, and last at most 128"),
     ],
 )
 def test_recipes_that_mean_nothing_are_refused_in_one_line(lines, words, tmp_path):

@@ -167,7 +167,7 @@ def test_what_is_measured_exactly_equals_models_of_their_own(init, tokenizer, pa
 @pytest.mark.parametrize("how", ["mean", "resample"])
 def test_other_rows_replace_a_head(how, world_base, tokenizer, options):
     asked = Locate(probe="hits", options=options, examples=6, ablation=how, batch_size=3)
-    chosen = question_set(tokenizer, asked, seed=0, device=torch.device("cpu"))
+    chosen = question_set(tokenizer, asked, asked, seed=0, device=torch.device("cpu"))
     assert {tuple(row) for row in chosen.reference[0].tolist()}.isdisjoint(passage.ids for passage in chosen.questions)
     subject, sites = Subject.of(world_base, tokenizer), [Site(0, (1,)), Site(2, (3,))]
     results = []

@@ -201,10 +201,16 @@ def test_impossible_requests_are_refused(world_base, tokenizer):
 
 
 def test_a_hybrid_is_ranked_by_ablation(world_base, tokenizer):
-    hybrid = splice(world_base, Plan(kind="layer", sites=("L1",)))
-    ranking = locate(hybrid, tokenizer, options={"pairs": 4}, examples=4)
+    """With attention layers of its own, heads of the others are spliced, too; with grafted heads, none."""
+    layers = splice(world_base, Plan(kind="layer", sites=("L1",)))
+    ranking = locate(layers, tokenizer, options={"pairs": 4}, examples=4)
     kinds = {score.site.layer: score.kind for score in ranking.heads}
     assert kinds == {0: "ssm", 1: "attention", 2: "ssm"}
+    assert all(score.ablation_loss is not None for score in ranking.heads)
+    assert {score.site.layer for score in ranking.heads if score.splice_gain is not None} == {0, 2}
+    assert {site.layer for site in plan(ranking, 16).sites} == {0, 2}
+    hybrid = splice(world_base, Plan(sites=("L1.H0",)))
+    ranking = locate(hybrid, tokenizer, options={"pairs": 4}, examples=4)
     assert all(score.ablation_loss is not None and score.splice_gain is None for score in ranking.heads)
     with pytest.raises(UserError, match="of a model that cannot be spliced"):
         plan(ranking)

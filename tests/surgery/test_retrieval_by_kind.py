@@ -51,7 +51,7 @@ def test_in_a_hybrid_it_lives_in_attention_and_a_planted_sink_is_no_gatherer(tmp
     assert names["all SSM heads"] == "needed for text"  # so it says nothing about retrieval
     assert names["all short convolutions"] == "needed for text"
     assert names["L3.H5"] == "a sink"
-    assert found.about["bound"] is None
+    assert found.about["bound"] >= found.about["without"] > 0.9  # there is nothing to gain
     assert "all attention heads 1" in found.summary or "all attention heads 9" in found.summary
     study.draw(found, tmp_path / "figure.png", None)
 

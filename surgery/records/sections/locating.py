@@ -11,15 +11,22 @@ from surgery.records.sections.section import EXAMPLES, FACTOR, STEPS, Count, Exa
 from surgery.records.site import Site, SitesText
 
 
-class Locate(Section):
-    """How the heads of a model are ranked. Choose probe and options such that the base is neither perfect nor at chance."""
+class ProbeChoice(Section):
+    """A probe and its options."""
 
-    section = "locate"
+    section = "locate.also"
 
     probe: str = "kv"
     """A probe by name (`surgery list probes`)."""
     options: dict[str, Any] = Field(default_factory=lambda fields: {"pairs": 32} if fields["probe"] == "kv" else {})
     """The probe's options. For kv, 32 pairs by default."""
+
+
+class Locate(ProbeChoice):
+    """How the heads of a model are ranked. Choose probe and options such that the base is neither perfect nor at chance."""
+
+    section = "locate"
+
     examples: int = Field(default=256, ge=2, le=EXAMPLES)
     """Questions that the model answers."""
     exact: bool | None = None
@@ -40,6 +47,8 @@ class Locate(Section):
     """Questions in a forward pass. Unless it is set, attribution takes fewer at a time where they do not fit into memory."""
     seeds: int = Field(default=1, ge=1, le=100)
     """Repeat the ranking with the questions of this many seeds, and report how well the rankings agree."""
+    also: tuple[ProbeChoice, ...] = ()
+    """Repeat the ranking with these probes, too, and report how well the rankings agree."""
 
 
 class Auto(Section):
