@@ -180,10 +180,8 @@ def _judged_by_what_is_kept(report: Results, name: str, task: str, compared: str
     if change.ci95[1] < -BOUND:
         answer = f"No, retrieval is not kept: {compared}."
     elif change.ci95[0] < -BOUND:
-        verdict, answer = (
-            "unclear",
-            (f"Unclear: {compared}, so a fall by more than {BOUND:g} is not ruled out; ask more examples (bench.limit)."),
-        )
+        verdict = "unclear"
+        answer = f"Unclear: {compared}, so a fall by more than {BOUND:g} is not ruled out; ask more examples (bench.limit)."
     elif losses:
         verdict, answer = "mixed", f"It keeps and loses: {compared}; it loses {losses}."
     else:

@@ -8,6 +8,7 @@ from surgery.evaluation.judgement import did_it_help, heading, judge, lost
 from surgery.evaluation.markdown import render
 from surgery.evaluation.report import Report
 from surgery.evaluation.results import Located
+from surgery.records.plan import Plan, PlanWindows
 from surgery.statistics import Estimate, Proportion, at_chance
 from tests.conftest import ROOT
 
@@ -43,6 +44,30 @@ def test_a_gain_above_all_controls_is_a_yes_with_its_cost(report):
     assert "loss on held-out text +0.0026 nats per token" in said
     assert render(report).split("\n\n")[1] == said
     assert "With 64 pairs tuned answers 0.936 of the questions, the base 0.279" in page(report)
+
+
+@pytest.mark.parametrize(
+    ("change", "elsewhere", "verdict", "said"),
+    [
+        ((-0.01, 0.0, 0.01), (-0.5, -0.4, -0.3), "yes", "Yes, retrieval is kept: with 64 pairs tuned answers"),
+        ((-0.01, 0.0, 0.01), (-0.02, 0.0, 0.02), "yes", "it is not shown that the choice of heads matters"),
+        ((-0.03, -0.01, 0.01), (-0.5, -0.4, -0.3), "unclear", "so a fall by more than 0.02 is not ruled out"),
+        ((-0.09, -0.06, -0.03), (-0.5, -0.4, -0.3), "no", "No, retrieval is not kept"),
+        ((-0.01, 0.0, 0.01), None, "yes", "Windows at other heads were not measured"),
+    ],
+)
+def test_of_windows_it_is_asked_what_they_keep(report, change, elsewhere, verdict, said):
+    windows = Plan(kind="window", windows=PlanWindows(sites=("L1.H0",)))
+    for name, of in (("tuned", change), ("control_tuned", elsewhere)):
+        if of is not None:
+            report = changed(report, name, change=of, differs=False)
+    tuned = report["tuned"].model_copy(update={"plan": windows})
+    models = {"base": report["base"], "tuned": tuned}
+    if elsewhere is not None:
+        models["control_random_windows_tuned"] = report["control_tuned"].model_copy(update={"plan": windows})
+    (judged,) = judge(report.model_copy(update={"models": models}))
+    assert judged.verdict == verdict
+    assert said in " ".join([judged.answer, *judged.details])
 
 
 def test_what_the_base_does_not_know_is_told(report):
