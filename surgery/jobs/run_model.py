@@ -33,6 +33,7 @@ from surgery.runtime.progress import busy, say
 
 HELD_OUT = 10  # of a text, the last part of so many is measured on
 LARGEST = 64  # entries of a dictionary in training examples and in bench
+CHANNELS = 48  # of a Mamba-1, taken where no block of them gains alone
 HEAD = "# Chosen by `surgery run {model}`. `surgery run` of this file does the same again; change what you like.\n"
 
 
@@ -99,21 +100,21 @@ def chosen_for(
 
 
 def run_chosen(chosen: Chosen, out: Path, *, resume: bool = False, **options: Any) -> Report:
-    """Do what the recipe says. Where no head gains untrained, heads are chosen by what a perfect choice would save, and the
-    channels of a Mamba-1 are measured on more questions. options: as run() takes them. Raises UserError as run() does."""
+    """Do what the recipe says. Where no head gains untrained, heads are chosen by what a perfect choice would save, and of a
+    Mamba-1 the leading channels are taken. options: as run() takes them. Raises UserError as run() does."""
     try:
         return run(chosen.recipe, out, resume=resume, papers=chosen.papers, **options)
     except (NoGain, NoPlan) as error:
         if chosen.recipe.plan.by != "gain" or not chosen.recipe.plan.grows or not chosen.choices:
             raise
-        again = _chosen(chosen, _by_choice(chosen) if chosen.adapted else _with_more_questions(chosen))
+        again = _chosen(chosen, _by_choice(chosen) if chosen.adapted else _leading(chosen))
         if again.recipe == chosen.recipe:  # by --set
             raise
         say(f"plan: {error}")
         if chosen.adapted:
             say("plan: so heads are chosen by what a perfect choice would save, and learn with hints and adapters")
         else:
-            say(f"plan: so plans are measured on {again.recipe.plan.auto.examples} questions")
+            say(f"plan: so the {CHANNELS} leading channels are taken, under the largest gate within the bounds")
         options["overwrite"] = False
         return run(again.recipe, out, resume=True, papers=again.papers, **options)
 
@@ -209,13 +210,13 @@ def _settings(base: Checkpoint, seen: ModelLook) -> list[Choice]:
     ]
 
 
-def _with_more_questions(chosen: Chosen) -> list[Choice]:
-    """What is chosen where the gain of no block of channels was parted from none."""
-    more = 4 * chosen.recipe.plan.auto.examples
-    return [
-        each._replace(value=each.value | {"examples": more}, why=f"{each.why}; fewer questions parted no gain from none")
-        if each.key == "plan.auto" else each for each in chosen.choices if each.key != "model"
-    ]  # fmt: skip
+def _leading(chosen: Chosen) -> list[Choice]:
+    """What is chosen where no block of channels gains untrained: many gain together what a few do not."""
+    changes = {
+        "plan.by": Choice("plan.by", "attribution", "no block of channels was worth its cache untrained: those that lead"),
+        "plan.heads": Choice("plan.heads", CHANNELS, "as many channels as in recipes/demo-mamba1.yaml"),
+    }
+    return [changes.get(choice.key, choice) for choice in chosen.choices if choice.key != "model"]
 
 
 def _by_choice(chosen: Chosen) -> list[Choice]:

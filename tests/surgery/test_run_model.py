@@ -136,10 +136,10 @@ def test_where_no_head_gains_untrained_choice_takes_over(tmp_path, monkeypatch):
     runs.clear()
     channels = chosen_for(str(TINY.parent / "tiny-mamba"), tmp_path / "channels")
     run_chosen(channels, tmp_path / "channels", verify="auto", overwrite=True)
-    assert [each.plan.auto.examples for each, *_ in runs] == [128, 512]
-    assert runs[1][0].plan.model_copy(update={"auto": runs[0][0].plan.auto}) == runs[0][0].plan
+    assert [(each.plan.by, each.plan.heads) for each, *_ in runs] == [("gain", "auto"), ("attribution", 48)]
+    assert runs[1][0].tune == runs[0][0].tune
     runs.clear()
-    settled = chosen_for(str(TINY.parent / "tiny-mamba"), tmp_path / "channels", settings=["plan.auto.examples=64"])
+    settled = chosen_for(str(TINY.parent / "tiny-mamba"), tmp_path / "channels", settings=["plan.heads=4"])
     with pytest.raises(NoGain):
         run_chosen(settled, tmp_path / "channels", verify="auto", overwrite=True)
     assert yaml.safe_load(text)["plan"]["by"] == "choice"
