@@ -16,8 +16,8 @@ from surgery.runtime.ownership import put
 COLORS = {
     "base": "#24292F", "spliced": "#E69F00", "tuned": "#0072B2", "control_tuned": "#D55E00", "control_lora_tuned": "#E15759",
     "control_random_site": "#009E73", "control_random_site_tuned": "#CC79A7", "control_random_site_2": "#56B4E9",
-    "control_same_layer": "#B8A800", "control_same_layer_tuned": "#8C564B", "control_random_windows": "#009E73",
-    "control_random_windows_tuned": "#CC79A7",
+    "control_same_layer": "#B8A800", "control_same_layer_tuned": "#8C564B", "control_random_windows": "#7B61FF",
+    "control_random_windows_tuned": "#00798C",
 }  # fmt: skip
 CONTROLS = "#CDD3D9"  # the band of all controls
 OTHERS = "#AEB6BF"  # lines of controls beside the best one

@@ -123,8 +123,8 @@ def _specs(base: PreTrainedModel, plan: Plan, layers: Mapping[int, DonorLayer]) 
 
 
 def check_bare(base: PreTrainedModel, plan: Plan | None = None) -> None:
-    """Raise UserError for a base that its family does not support, or that holds grafts; whole layers of its own may stand
-    beside grafts of heads, and windows."""
+    """Raise UserError for a base that its family does not support, or that holds grafts; it may have whole
+    layers of its own, beside which grafts of heads and windows can be put."""
     family_of(base.config).check(base.config)
     layers = plan is not None and plan.kind == "layer" and getattr(base.config, "grafts", None)
     if layers or not brings_only_layers(base.config):
