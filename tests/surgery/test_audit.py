@@ -10,6 +10,7 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -191,11 +192,14 @@ def called(place: Path, calls: dict[str, list]) -> tuple[dict[str, int], list[Ev
     return results, events, done.stdout + done.stderr
 
 
+FOLDERS = [*map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")), ROOT / "surgery", ROOT / "kernels"]
+OURS = tuple(os.path.realpath(folder) + os.sep for folder in FOLDERS)
+
+
+@cache
 def ours(path: str) -> bool:
     """A file of the package, of what it depends on, of Python's own library, or of the driver."""
-    places = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-    places += [str(ROOT / "surgery"), str(ROOT / "kernels")]
-    return any(Path(os.path.realpath(path)).is_relative_to(os.path.realpath(place)) for place in places)
+    return os.path.realpath(path).startswith(OURS)
 
 
 def violations(events: list[Event], place: Path) -> Iterator[str]:
