@@ -15,11 +15,9 @@ from surgery.models.quantised import is_quantised
 from surgery.records.recipe import Bench
 from surgery.runtime.consent import consent
 from surgery.runtime.listing import listed
-from surgery.runtime.other_python import ask, check_python
+from surgery.runtime.other_python import SETTING, ask, check_python
 from surgery.runtime.processes import is_main
 from surgery.splicing.splice import stock
-
-SETTING = "--engine-python"
 
 
 class Served(Kept):
@@ -41,7 +39,7 @@ def check_serving(options: Bench) -> None:
         return
     if not chosen:
         raise UserError(f"{SETTING} is for the suite serving: add it to bench.suites, or leave it out")
-    check_python(python, SETTING)
+    check_python(python)
 
 
 def try_engine(options: Bench) -> None:
@@ -82,4 +80,4 @@ def serve(
 
 
 def _ask(python: Path, job: dict[str, Any]) -> Any:
-    return ask("vllm", "vllm", python, import_module(listed("engines")["vllm"]).BENCH, job, SETTING)
+    return ask("vllm", "vllm", python, import_module(listed("engines")["vllm"]).BENCH, job)

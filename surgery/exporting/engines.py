@@ -125,6 +125,6 @@ def check_engines(engines: Sequence[str], format: str, pythons: Pythons) -> dict
         if (named := own.get(engine)) is None:
             raise UserError(f"--prove: say which Python has {engine} installed: --engine-python ENVIRONMENT/bin/python")
         python = interpreters[engine] = Path(named)
-        check_python(python, "--engine-python")
+        check_python(python)
         getattr(known, "check", lambda: None)()
     return interpreters

@@ -10,17 +10,17 @@ from typing import Any
 from surgery.errors import UserError
 
 INSTALLED = "pip install --no-deps mamba-surgery"
+SETTING = "--engine-python"  # what the user calls the Python
 
 
-def check_python(python: Path, setting: str) -> None:
-    """Raise UserError if there is no such program. setting: what the user calls it."""
+def check_python(python: Path) -> None:
+    """Raise UserError if there is no such program."""
     if not python.is_file() or not os.access(python, os.X_OK):
-        raise UserError(f"{setting}: there is no program {python}")
+        raise UserError(f"{SETTING}: there is no program {python}")
 
 
-def ask(engine: str, module: str, python: Path, script: Path, job: Any, setting: str) -> Any:
-    """What the script answers. module: which one of the engine it imports. setting: what the user calls the Python. Raises
-    UserError, in one line, if it fails."""
+def ask(engine: str, module: str, python: Path, script: Path, job: Any) -> Any:
+    """What the script answers. module: which one of the engine it imports. Raises UserError, in one line, if it fails."""
     quiet = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_KVCACHE_SPACE": "1"}
     settings = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
     with tempfile.TemporaryDirectory() as place:  # where nothing can be imported from by mistake
@@ -31,12 +31,12 @@ def ask(engine: str, module: str, python: Path, script: Path, job: Any, setting:
                 program, input=json.dumps(job).encode(), capture_output=True, check=False, cwd=place, env=quiet | settings
             )
         except OSError as error:
-            raise UserError(f"{setting}: {python} does not run: {error.strerror}") from error
+            raise UserError(f"{SETTING}: {python} does not run: {error.strerror}") from error
     if done.returncode == 0:
         try:
             return json.loads(done.stdout)
         except ValueError as error:
-            raise UserError(f"{engine} gave no answers: {setting} is to be a Python, and {python} is none") from error
+            raise UserError(f"{engine} gave no answers: {SETTING} is to be a Python, and {python} is none") from error
     raise UserError(
         f"{engine} cannot serve the folder: {_reason(engine, module, done.stderr.decode(errors='replace'), python)}"
     )

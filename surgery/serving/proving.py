@@ -145,5 +145,5 @@ def _compare(own: Tensor, most: float, steps: list[Any]) -> Compared:
 
 
 def _ask(script: EngineScript, python: Path, job: dict[str, Any]) -> dict[str, Any]:
-    answers: dict[str, Any] = ask(script.engine, script.module, python, script.script, job, "--engine-python")
+    answers: dict[str, Any] = ask(script.engine, script.module, python, script.script, job)
     return answers
