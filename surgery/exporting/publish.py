@@ -12,6 +12,7 @@ import json
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
@@ -24,6 +25,7 @@ from surgery.exporting.card import card
 from surgery.exporting.folder import CARD, RECORD, Exported, check
 from surgery.exporting.formats import format_of, names
 from surgery.exporting.verify import Proof
+from surgery.loading.digests import file_digest
 from surgery.records.plan import PATCH
 from surgery.splicing.joining import Patch
 
@@ -157,7 +159,8 @@ def check_export(folder: Path) -> Exported:
     written = (folder / CARD).read_text()
     use = format_of(record.format).USE
     expected = card(_loaded_by(written, use) or folder.name, folder, record, use)
-    for number, (held, generated) in enumerate(_lines(written, expected), start=1):
+    pairs = zip_longest(written.splitlines(), expected.splitlines(), fillvalue="")
+    for number, (held, generated) in enumerate(pairs, start=1):
         if held != generated:
             raise UserError(
                 f"the card of {folder} is not what its report.json and plan.json give: line {number} reads '{held}', not "
@@ -178,13 +181,6 @@ def _loaded_by(text: str, use: str) -> str:
     return ""
 
 
-def _lines(first: str, second: str) -> list[tuple[str, str]]:
-    lines = [text.splitlines() for text in (first, second)]
-    length = max(map(len, lines))
-    padded = [each + [""] * (length - len(each)) for each in lines]
-    return list(zip(*padded, strict=True))
-
-
 def _size(content: bytes | Path) -> int:
     return len(content) if isinstance(content, bytes) else content.stat().st_size
 
@@ -192,10 +188,8 @@ def _size(content: bytes | Path) -> int:
 def _arrived(file: RepoFile, content: bytes | Path) -> bool:
     """Whether the Hub's digest is that of what was sent: sha256 of large files, git's own of small ones."""
     if file.lfs is not None:
-        if isinstance(content, bytes):
-            return file.lfs.sha256 == hashlib.sha256(content).hexdigest()
-        with content.open("rb") as opened:
-            return file.lfs.sha256 == hashlib.file_digest(opened, "sha256").hexdigest()
+        sha256 = hashlib.sha256(content).hexdigest() if isinstance(content, bytes) else file_digest(content)
+        return file.lfs.sha256 == sha256
     data = content if isinstance(content, bytes) else content.read_bytes()
     return file.blob_id == hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
 
