@@ -158,17 +158,9 @@ def _swept(report: Results) -> list[str]:
         parts.append(f"{HITS_EXPLANATION}\n\n![Loss on recall hits](hits.png)\n")
     if any(family in RULER_TITLES and len(tasks) > 1 for family, tasks in families.items()):
         parts.append("![RULER against the length of the prompt](ruler.png)\n")
-    if needles(report):
+    if any(len(lengths) > 1 for lengths in needle_tasks(report.models[next(iter(report.models))].tasks).values()):
         parts.append("![Retrieval against the length of the prompt](lengths.png)\n")
     return parts
-
-
-def needles(report: Results) -> dict[str, dict[int, str]]:
-    """Title -> length -> task, of needles that were hidden in prompts of several lengths; a single one in the middle alone."""
-    titles = ("A needle in the middle of a text", "One of several needles", "Several needles, one after the other")
-    of = dict(zip(("needle", *NEEDLES), titles, strict=True))
-    panels = needle_tasks(next(iter(report.models.values())).tasks)
-    return {of[family]: tasks for family, tasks in panels.items() if len(tasks) > 1}
 
 
 def _cost(report: Results) -> list[str]:
