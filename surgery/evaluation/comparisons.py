@@ -75,11 +75,6 @@ def change_text(task: str, change: Estimate) -> str:
     return minus(f"{middle} {unit} [{low}, {high}]")
 
 
-def count(result: Proportion | Estimate | Perplexity) -> int:
-    """Its examples."""
-    return result.loss.n if isinstance(result, Perplexity) else result.n
-
-
 def _summary(report: Results, name: str, bounds: dict[bool, float]) -> Summary:
     base, model = next(iter(report.models.values())), report.models[name]
     differences = [_difference(base, model, task, bounds[is_loss(task)]) for task in model.change if task in base.results()]

@@ -14,13 +14,13 @@ from surgery.evaluation import markdown
 from surgery.evaluation.atlas_page import Atlas, atlas
 from surgery.evaluation.automatic import automatic_choices, rounds
 from surgery.evaluation.charts import chart
-from surgery.evaluation.comparisons import SYMBOLS, closest_control, count, summaries
+from surgery.evaluation.comparisons import SYMBOLS, closest_control, summaries
 from surgery.evaluation.figure import looks
 from surgery.evaluation.head_matrices import Mixing
 from surgery.evaluation.judgement import judge
 from surgery.evaluation.mixing_page import mixing_page
 from surgery.evaluation.report_figures import cost_figures, retrieval_figures
-from surgery.evaluation.results import Results
+from surgery.evaluation.results import Results, count
 from surgery.locating.ranking import Ranking
 from surgery.records.names import is_control
 

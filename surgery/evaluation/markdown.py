@@ -2,13 +2,13 @@
 
 from surgery.evaluation.automatic import automatic_choices, rounds
 from surgery.evaluation.judgement import RULER, UNSEEN, did_it_help, heading, verdict
-from surgery.evaluation.results import HITS, NEEDLES, OTHERS, ModelReport, Results, needle_tasks, value
+from surgery.evaluation.results import HITS, NEEDLES, OTHERS, ModelReport, Results, count, needle_tasks, value
 from surgery.evaluation.suites import RULER_TITLES
 from surgery.records.names import in_markdown, one_line
 from surgery.records.plan import Plan
 from surgery.records.site import shortened
 from surgery.runtime.memory import size
-from surgery.statistics import Estimate, Proportion, written
+from surgery.statistics import written
 
 EXPLANATION = """\
 KV n: accuracy of key-value retrieval from a dictionary of n pairs (chance 1/n); unseen keys: words not used in
@@ -88,7 +88,7 @@ def render(report: Results) -> str:
     packages = ", ".join(f"{name} {version}" for name, version in provenance.packages.items())
     timings = ", ".join(f"{stage} {seconds:.0f} s" for stage, seconds in report.timings.items())
     peaks = ", ".join(f"{stage} {size(peak)}" for stage, peak in report.memory.items())
-    counts = sorted({_count(result) for result in base.results().values()})
+    counts = sorted({count(result) for result in base.results().values()})
     examples = f"{' to '.join(str(n) for n in {counts[0]: 0, counts[-1]: 0})} examples a cell; " if counts else ""
     parts.append(
         f"## Provenance\n\nMade {provenance.created} by mamba-surgery {provenance.toolkit} on {provenance.machine} "
@@ -260,7 +260,3 @@ def _cell(model: ModelReport, task: str) -> str:
 def unit(task: str) -> str:
     """What differences of a task are in, for the head of a column."""
     return {"perplexity": "loss (nats per token)", "sliding": "sliding loss (nats per token)"}.get(task, heading(task))
-
-
-def _count(result) -> int:
-    return result.n if isinstance(result, Proportion | Estimate) else result.loss.n

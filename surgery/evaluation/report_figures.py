@@ -4,11 +4,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from surgery.evaluation.chance import chance
-from surgery.evaluation.comparisons import count, result_text
+from surgery.evaluation.comparisons import result_text
 from surgery.evaluation.figure import Figure, Look, Point, Series, looks
 from surgery.evaluation.judgement import UNSEEN
 from surgery.evaluation.plots import draw_lines
-from surgery.evaluation.results import HITS, MIDDLE, NEEDLES, OTHERS, ModelReport, Perplexity, Results, is_loss, value
+from surgery.evaluation.results import HITS, MIDDLE, NEEDLES, OTHERS, ModelReport, Perplexity, Results, count, is_loss, value
 from surgery.evaluation.suites import RULER_TITLES
 from surgery.records.names import is_control
 from surgery.runtime import plotting

@@ -131,6 +131,11 @@ def value(result: Proportion | Estimate | Perplexity) -> float:
     return result.accuracy if isinstance(result, Proportion) else result.value
 
 
+def count(result: Proportion | Estimate | Perplexity) -> int:
+    """Its examples."""
+    return result.loss.n if isinstance(result, Perplexity) else result.n
+
+
 class Results(Sealed):
     """models: by name, the base first. plan: the graft's. located: how well the base does what its heads were located by; None
     in a comparison, which locates nothing. timings: seconds by stage. cpu: seconds of processor time by
