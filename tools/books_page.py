@@ -42,7 +42,7 @@ def operation() -> str:
     if not REPORT.exists():
         return "It has not been done yet: `surgery run recipes/books.yaml` does it once the checkpoint is there."
     report = Report.read(REPORT)
-    made, chosen, base = report.provenance, report.plan, next(iter(report.models.values()))
+    made, chosen, base = report.provenance, report.plan, report.base
     assert chosen is not None
     parts = []
     for family, title in ((HITS, "recall hits"), (OTHERS, "other tokens")):

@@ -49,7 +49,7 @@ def summaries(report: Results) -> list[Summary]:
 
 def closest_control(report: Results) -> str:
     """The control that gains most, in the words of a sceptic."""
-    base = next(iter(report.models.values()))
+    base = report.base
     controls = {name: model for name, model in report.models.items() if is_control(name)}
     if not (controls and base.kv):
         return ""
@@ -76,7 +76,7 @@ def change_text(task: str, change: Estimate) -> str:
 
 
 def _summary(report: Results, name: str, bounds: dict[bool, float]) -> Summary:
-    base, model = next(iter(report.models.values())), report.models[name]
+    base, model = report.base, report.models[name]
     differences = [_difference(base, model, task, bounds[is_loss(task)]) for task in model.change if task in base.results()]
     headline, decisive = "", None
     if base.kv:  # the largest size, and not the one that looks best

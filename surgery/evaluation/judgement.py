@@ -67,7 +67,7 @@ def lost(report: Results, name: str) -> list[str]:
 
 def said_of_losses(report: Results, name: str) -> str:
     """What `lost` names, each with the model's result and the base's; empty if nothing is."""
-    before, after = (report.models[key].results() for key in (next(iter(report.models)), name))
+    before, after = report.base.results(), report.models[name].results()
     tasks = lost(report, name)
     more = f" and {len(tasks) - NAMED} more" if len(tasks) > NAMED else ""
     each = (f"{heading(task)} {written(value(after[task]))} (base {written(value(before[task]))})" for task in tasks[:NAMED])
@@ -109,7 +109,7 @@ def _direction(task: str, change: Estimate, said: Evidence | None) -> str:
 
 
 def _judged(report: Results, name: str) -> Judgement:
-    base, model = next(iter(report.models.values())), report.models[name]
+    base, model = report.base, report.models[name]
     skill = _located_skill(report)
     if not (base.kv or skill):
         for judged_by in (_judged_by_hits, _judged_by_needles, _judged_by_ruler):
@@ -154,7 +154,7 @@ def _judged(report: Results, name: str) -> Judgement:
 def _located_skill(report: Results) -> str | None:
     """The task that the heads were located by, where that is letters or facts: then it is what was to get better."""
     probe = report.located.probe.split()[0] if report.located is not None else None
-    return probe if probe in SKILLS and probe in next(iter(report.models.values())).results() else None
+    return probe if probe in SKILLS and probe in report.base.results() else None
 
 
 def _answer(direction: str, compared: str, clear: bool | None, advice: str, losses: str) -> tuple[Verdict, str]:
@@ -174,7 +174,7 @@ def _answer(direction: str, compared: str, clear: bool | None, advice: str, loss
 
 def _judged_by_what_is_kept(report: Results, name: str, task: str, compared: str) -> Judgement:
     """Of windows alone. compared: what the task says, in words."""
-    base, model = next(iter(report.models.values())), report.models[name]
+    base, model = report.base, report.models[name]
     change, losses = model.change[task], said_of_losses(report, name)
     verdict: Verdict = "no"
     if change.ci95[1] < -BOUND:
@@ -216,7 +216,7 @@ def _cache_left(base: ModelReport, model: ModelReport) -> str:
 
 def _judged_by_hits(report: Results, name: str) -> Judgement | None:
     """By the loss on recall hits in the longest rows, where no dictionaries were asked; None if it was not measured either."""
-    base, model = next(iter(report.models.values())), report.models[name]
+    base, model = report.base, report.models[name]
     task = _longest(base, HITS)
     if task is None or task not in model.change:
         return None
@@ -231,7 +231,7 @@ def _judged_by_hits(report: Results, name: str) -> Judgement | None:
 def _judged_by_needles(report: Results, name: str) -> Judgement | None:
     """By the needle in the middle of the longest prompts, where neither dictionaries were asked nor hits measured; None if no
     needle was asked for either. That the base is at chance there, is no objection: at that length it may have forgotten."""
-    base, model = next(iter(report.models.values())), report.models[name]
+    base, model = report.base, report.models[name]
     tasks = needle_tasks(base.tasks).get("needle", {})
     length = max(tasks, default=0)
     if tasks.get(length) not in model.change:
@@ -247,7 +247,7 @@ def _judged_by_needles(report: Results, name: str) -> Judgement | None:
 def _judged_by_ruler(report: Results, name: str) -> Judgement | None:
     """By all tasks of RULER together, where nothing else was asked, at the longest length at which either model writes any
     answer; None if none was asked. Guessing writes none, so a base at 0 is no objection."""
-    base, model = next(iter(report.models.values())), report.models[name]
+    base, model = report.base, report.models[name]
     tasks = {int(task.partition(".")[2]): task for task in model.change if task.startswith(f"{RULER}.")}
     if not tasks:
         return None
@@ -265,7 +265,7 @@ def _judged_by_ruler(report: Results, name: str) -> Judgement | None:
 
 def _judged_by(task: str, compared: str, advice: str, report: Results, name: str, rest: str = "") -> Judgement:
     """By one task. compared: what it says, in words. rest: a sentence on what else was measured."""
-    base, model = next(iter(report.models.values())), report.models[name]
+    base, model = report.base, report.models[name]
     control, clear = _controls(report, name, task)
     direction, losses = _direction(task, model.change[task], model.evidence.get(task)), said_of_losses(report, name)
     verdict, answer = _answer(direction, compared, clear, advice, losses)
@@ -298,7 +298,7 @@ def _text(base: ModelReport, model: ModelReport) -> str:
 def _chance(report: Results) -> str:
     """Where the base is no better than guessing: on the probe that located the heads, or on every size of retrieval that was
     measured. Empty where it is better."""
-    located, kv = report.located, next(iter(report.models.values())).kv
+    located, kv = report.located, report.base.kv
     if located is not None and at_chance(located.accuracy, located.chance):
         return f"on the probe that located the heads ({located.probe}: {located.accuracy}, chance {located.chance:.3f})"
     if all(at_chance(accuracy, 1 / int(size)) for size, accuracy in kv.items()):

@@ -23,7 +23,7 @@ from farther back."""
 def rows(report: Results) -> tuple[list[str], list[list[str]]]:
     """Header and one row a model. Probes of several sizes have tables of their own, key-value retrieval its columns here, with
     keys not used in tuning at the largest size, and so has RULER as a whole."""
-    results = [*report.models[next(iter(report.models))].results()]
+    results = [*report.base.results()]
     largest = [task for task in results if _family(task) == UNSEEN][-1:]
     tasks = [task for task in results if _family(task) == "kv"] + largest
     tasks += [task for task in results if _family(task) in (task, RULER)]
@@ -56,7 +56,7 @@ def results(report: Results) -> str:
         f"- **{in_markdown(name)}**: {in_markdown(model.description)}" + (f" ({sites_text(model.plan)})" if model.plan else "")
         for name, model in report.models.items()
     )
-    quick = report.models[next(iter(report.models))].perplexity
+    quick = report.base.perplexity
     header, body = rows(report)
     main = [named_table(header, body)] if len(header) > 1 else []  # its columns may all be tables of their own
     parts = [*main, *([EXPLANATION] if quick else []), described]
@@ -66,7 +66,7 @@ def results(report: Results) -> str:
 def render(report: Results) -> str:
     """report.md."""
     provenance = report.provenance
-    base = report.models[next(iter(report.models))]
+    base = report.base
     parts = [
         f"# {in_markdown(provenance.base)}: base and hybrid compared\n", f"{_names_escaped(did_it_help(report), report)}\n",
         results(report), *_found(report),
@@ -138,7 +138,7 @@ def _verdicts(changed: dict[str, ModelReport]) -> list[str]:
 def _swept(report: Results) -> list[str]:
     """A table for every probe of several sizes."""
     families: dict[str, list[str]] = {}
-    for task in report.models[next(iter(report.models))].tasks:
+    for task in report.base.tasks:
         if (family := _family(task)) != task:
             families.setdefault(family, []).append(task)
     parts = []
@@ -158,7 +158,7 @@ def _swept(report: Results) -> list[str]:
         parts.append(f"{HITS_EXPLANATION}\n\n![Loss on recall hits](hits.png)\n")
     if any(family in RULER_TITLES and len(tasks) > 1 for family, tasks in families.items()):
         parts.append("![RULER against the length of the prompt](ruler.png)\n")
-    if any(len(lengths) > 1 for lengths in needle_tasks(report.models[next(iter(report.models))].tasks).values()):
+    if any(len(lengths) > 1 for lengths in needle_tasks(report.base.tasks).values()):
         parts.append("![Retrieval against the length of the prompt](lengths.png)\n")
     return parts
 

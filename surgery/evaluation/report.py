@@ -14,7 +14,7 @@ class Report(Results):
 
     def __repr__(self) -> str:
         """A table of the results, a row for each task and a column for each model, and in words whether it helped."""
-        tasks = list(next(iter(self.models.values())).results())
+        tasks = list(self.base.results())
         body = [[heading(task), *(written(value(model.results()[task])) for model in self.models.values())] for task in tasks]
         table = [["", *self.models], *body]
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]

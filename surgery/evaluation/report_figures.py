@@ -22,7 +22,7 @@ def draw(report: Results, folder: Path, only: str = "") -> None:
     look = looks(list(report.models))
     figures = retrieval_figures(report, look)
     timed = cost_figures(report, look)
-    first = next(iter(report.models.values()))
+    first = report.base
     files = {
         "retrieval.png": [figures[key] for key in figures if key == ("kv", "")],
         "hits.png": [figures[key] for key in figures if key[0] in (HITS, OTHERS)],
@@ -43,7 +43,7 @@ def retrieval_figures(report: Results, look: dict[str, Look]) -> dict[tuple[str,
     """By (family of tasks, depth): accuracy over size, for every probe that was asked in several sizes; the needle at each
     depth; the losses of the suite hits over the length of rows."""
     families: dict[tuple[str, str], dict[str, str]] = {}
-    for task in next(iter(report.models.values())).results():
+    for task in report.base.results():
         family, _, rest = task.partition(".")
         size, _, depth = rest.partition(".")
         if size.isdigit():
@@ -76,7 +76,7 @@ def ruler_figures(figures: dict[tuple[str, str], Figure]) -> list[Figure]:
 def cost_figures(report: Results, look: dict[str, Look]) -> list[Figure]:
     """Time and memory against context. Models with the same graft are the same computation, and one line: its points are their
     means, its whiskers reach from the lowest to the highest. A control costs what its model costs and is left out."""
-    first = next(iter(report.models.values()))
+    first = report.base
     alike: dict[str, list[str]] = {}
     for name, model in report.models.items():
         if not is_control(name):

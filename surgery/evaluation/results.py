@@ -155,6 +155,11 @@ class Results(Sealed):
     training: dict[str, dict[str, float]]
     settings: dict[str, Any]
 
+    @property
+    def base(self) -> ModelReport:
+        """The results of the base."""
+        return next(iter(self.models.values()))
+
     def row_of(self, digest: str) -> str | None:
         """What the report calls the model with this digest; None if it measured no such weights."""
         measured = ((name, model.conditions) for name, model in self.models.items())

@@ -189,7 +189,7 @@ def _measured(report: Report, record: Any) -> str:
         parts.append(
             f"Difference to the base on the same examples, with 95% intervals:\n\n{markdown.named_table(header, rows)}\n"
         )
-    if next(iter(report.models.values())).kv:
+    if report.base.kv:
         parts.append("![Retrieval against dictionary size](retrieval.png)\n")
     parts.append(f"Measured {origins.created[:10]} on {origins.machine}, seed {origins.seed}; all of it is in `report.json`.\n")
     return "\n".join(parts)
@@ -198,7 +198,7 @@ def _measured(report: Report, record: Any) -> str:
 def _limits(report: Report | None, base: Origin) -> str:
     lines = ["Nothing is known of it beyond what is stated above. It is unfit for whatever the base is unfit for."]
     if report is not None:
-        if sizes := next(iter(report.models.values())).kv:
+        if sizes := report.base.kv:
             examples = next(iter(sizes.values())).n
             lines.append(
                 f"Retrieval was measured on synthetic dictionaries of at most {max(map(int, sizes))} pairs, {examples} "

@@ -36,7 +36,7 @@ def describe(report: Report, out: Path, matrices: Mixing | None) -> None:
 def _ranking(report: Report, out: Path) -> Ranking | None:
     """The ranking in `out`, if it is of the report's base."""
     ranking = Ranking.read(out / RANKING) if (out / RANKING).exists() else None
-    weights = next(iter(report.models.values())).conditions
+    weights = report.base.conditions
     if ranking is not None and ranking.conditions and weights and ranking.conditions.model != weights.model:
         return None
     return ranking
