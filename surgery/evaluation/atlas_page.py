@@ -161,8 +161,7 @@ def _png(colors: Any) -> str:
 
 def _printed(share: bool, estimate: Estimate) -> str:
     """A change with its sign, a share without."""
-    low, high = estimate.ci95
-    return f"{estimate.value:.3f} [{low:.3f}, {high:.3f}]" if share else minus(str(estimate))
+    return estimate.unsigned() if share else minus(str(estimate))
 
 
 def _head(score: Score, grafted: set[Site]) -> Head:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from surgery.evaluation import markdown
 from surgery.evaluation.charts import Bar, bar, minus
 from surgery.evaluation.judgement import heading, verdict
-from surgery.evaluation.results import ModelReport, Perplexity, Results, is_loss, value
+from surgery.evaluation.results import ModelReport, Perplexity, Results, is_loss
 from surgery.records.names import is_control
 from surgery.statistics import Estimate, Proportion
 
@@ -65,7 +65,7 @@ def result_text(result: Proportion | Estimate | Perplexity) -> str:
     if isinstance(result, Perplexity):
         low, high = result.loss.ci95
         return f"{result.loss.value:.4f} [{low:.4f}, {high:.4f}]"
-    return f"{value(result):.3f} [{result.ci95[0]:.3f}, {result.ci95[1]:.3f}]"
+    return result.unsigned() if isinstance(result, Estimate) else str(result)
 
 
 def change_text(task: str, change: Estimate) -> str:

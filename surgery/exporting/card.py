@@ -183,9 +183,7 @@ def _measured(report: Report, record: Any) -> str:
     if changed := [(name, model.change) for name, model in report.models.items() if model.change]:
         tasks = list(changed[0][1])
         header = ["model", *map(markdown.unit, tasks)]
-        rows = [
-            [name, *(f"{d[t].value:+.3f} [{d[t].ci95[0]:+.3f}, {d[t].ci95[1]:+.3f}]" for t in tasks)] for name, d in changed
-        ]
+        rows = [[name, *(str(change[task]) for task in tasks)] for name, change in changed]
         parts.append(
             f"Difference to the base on the same examples, with 95% intervals:\n\n{markdown.named_table(header, rows)}\n"
         )
