@@ -229,17 +229,12 @@ class PlanOptions(Section):
         return self.model_dump(exclude={"auto", "by", "state_size", "window", "cache_budget"})
 
     def trial(self) -> Plan:
-        """A plan with these settings, at the sites that are named, or others in their place. Raises ValidationError."""
+        """A plan with these settings, at the sites that are named; while it is not known which ones lead, at others in their
+        place: those that donor_layers names, or the first. Raises ValidationError."""
         given = self.model_dump(exclude={"heads", "by", "layers", "sites", "state_size", "auto", "window", "cache_budget"})
         if self.init is None:
             del given["init"]
         if self.grows and self.blend is None:
             given["blend"] = self.auto.gates[0]
-        return Plan(sites=self.sites_named(), **given)
-
-    def sites_named(self) -> tuple[Site, ...]:
-        """The sites, or while it is not known which ones lead, others in their place: those that donor_layers names, or
-        the first."""
-        layer = self.kind == "layer"
-        named = tuple(map(Site.parse, self.donor_layers))
-        return self.sites or named or (Site(0, () if layer else (0,)),)
+        named, first = tuple(map(Site.parse, self.donor_layers)), Site(0, () if self.kind == "layer" else (0,))
+        return Plan(sites=self.sites or named or (first,), **given)
