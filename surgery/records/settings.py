@@ -41,13 +41,11 @@ def rows(section: str = "") -> list[Setting]:
     kind = sections()[section]
     # A recipe of `surgery pretrain` is a file of its own, whose keys stand at the top level.
     place = "" if section == "pretrain" else section.removeprefix("pretrain.")
-    return list(_rows(kind, place))
-
-
-def _rows(kind: type[Section], place: str) -> Iterator[Setting]:
+    result = []
     for name, field in kind.model_fields.items():
-        meaning = " ".join((field.description or "").split())
-        yield Setting(f"{place}.{name}".lstrip("."), _type(field.annotation, field.metadata), _default(kind, field), meaning)
+        key, meaning = f"{place}.{name}".lstrip("."), " ".join((field.description or "").split())
+        result.append(Setting(key, _type(field.annotation, field.metadata), _default(kind, field), meaning))
+    return result
 
 
 def _type(annotation: Any, metadata: Any = ()) -> str:
