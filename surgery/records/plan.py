@@ -25,9 +25,6 @@ class Start(Record):
     """The factor of its scores (an inverse temperature), which is trained."""
 
 
-START = Start()  # of a head that is not named
-
-
 class PlanWindows(Record):
     """Heads of a model's own attention that read the first tokens of a row and the latest ones, and keep no other keys."""
 
@@ -183,7 +180,7 @@ class Plan(Marked):
 
     def start(self, layer: int, head: int) -> Start:
         """The start of one head."""
-        return self.starts.get(f"L{layer}.H{head}", START)
+        return self.starts.get(f"L{layer}.H{head}", Start())
 
     def donor_layer(self, layer: int) -> int:
         """The number of the donor's layer that one layer starts from."""

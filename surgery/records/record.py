@@ -229,12 +229,7 @@ def read_text(path: str | Path, what: str = "") -> str:
 
 def write_text(path: str | Path, text: str) -> None:
     """Write a UTF-8 file so that a reader sees the old content or the new, never a part; only over what is ours."""
-    write_bytes(path, text.encode())
-
-
-def write_bytes(path: str | Path, content: bytes) -> None:
-    """Write a file so that a reader sees the old content or the new, never a part."""
-    put(path, content)
+    put(path, text.encode())
 
 
 def toolkit() -> str:
