@@ -63,17 +63,16 @@ def check_plain(path: str | Path, what: str = "") -> int:
     return state.st_size
 
 
-def read_content(path: str | Path, what: str = "", most: int | None = None) -> bytes:
-    """The bytes of a plain file of at most `most` bytes, by default an eighth of the machine's memory. Raises UserError with
-    one line."""
-    if (size := check_plain(path, what)) > (most := in_all() // SHARE if most is None else most):
-        limit = f"{most / 2**20:,.0f} MiB" if most >= 2**20 else f"{most:,} bytes"
-        named = f"{what} {shown(Path(path))}".strip()
-        raise UserError(f"cannot read {named}: it has {size:,} bytes, and at most {limit} are read")
+def read_content(path: str | Path, what: str = "") -> bytes:
+    """The bytes of a plain file that takes at most an eighth of the machine's memory. Raises UserError with one line."""
+    size, most = check_plain(path, what), in_all() // SHARE
+    place = f"cannot read {f'{what} {shown(Path(path))}'.strip()}"
+    if size > most:
+        raise UserError(f"{place}: it has {size:,} bytes, and at most {most / 2**20:,.0f} MiB are read")
     try:
         return Path(path).read_bytes()
     except OSError as error:
-        raise UserError(f"cannot read {f'{what} {shown(Path(path))}'.strip()}: {error.strerror}") from error
+        raise UserError(f"{place}: {error.strerror}") from error
 
 
 def files_below(folder: str | Path, what: str) -> list[Path]:

@@ -16,6 +16,7 @@ from surgery.errors import UserError
 from surgery.models.finite import broken_weight
 from surgery.probes import make
 from surgery.probes.knowledge import Knowledge
+from surgery.records import reading
 from surgery.records.plan import Plan
 from surgery.records.reading import check_name, parse_json, read_content
 from surgery.records.recipe import Text, read_recipe
@@ -60,10 +61,12 @@ def test_a_file_that_cannot_be_read_is_refused_and_not_waited_for(odd_files, nam
     assert says in line_of(lambda: read_text(odd_files / name, "the recipe"))
 
 
-def test_a_limit_of_its_own(tmp_path):
-    (tmp_path / "file").write_bytes(bytes(10))
-    assert read_content(tmp_path / "file", most=10) == bytes(10)
-    assert "at most 9 bytes" in line_of(lambda: read_content(tmp_path / "file", most=9))
+def test_a_file_of_the_largest_size_is_read_and_no_larger_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(reading, "in_all", lambda: reading.SHARE * 2**20)
+    (tmp_path / "file").write_bytes(bytes(2**20))
+    assert read_content(tmp_path / "file") == bytes(2**20)
+    (tmp_path / "file").write_bytes(bytes(2**20 + 1))
+    assert "has 1,048,577 bytes, and at most 1 MiB are read" in line_of(lambda: read_content(tmp_path / "file"))
 
 
 def test_line_ends_are_those_of_python(tmp_path):
