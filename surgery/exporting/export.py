@@ -77,7 +77,6 @@ def export(
         raise UserError(f"an export as '{format}' has no option '{min(unknown)}'")
     if not isinstance(path, str | Path):
         raise UserError(f"surgery.export takes a model and the name of a folder, not {a_type(path)}")
-    engines = [engines] if isinstance(engines, str) else engines
     pythons = check_engines(engines, format, engine_python)
     for engine in pythons:
         if refused := engine_why_not(engine, format, model.config):  # it would say so after the work

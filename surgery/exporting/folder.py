@@ -71,12 +71,12 @@ def save(
     tokenizer: PreTrainedTokenizerBase,
     plan: Plan | None,
     base: str,
-    recipe: Recipe | None = None,
-    report: Report | None = None,
-    figures: Path | None = None,
-    identity: Identity | None = None,
-    verify: str = "auto",
-    engines: Mapping[str, Path] | None = None,
+    recipe: Recipe | None,
+    report: Report | None,
+    figures: Path | None,
+    identity: Identity | None,
+    verify: str,
+    engines: Mapping[str, Path],
     **options: Any,
 ) -> Proof:
     """Write the folder in the format `name`, prove it, say so, and return the proof. An existing folder at `path` is replaced
@@ -97,7 +97,7 @@ def save(
             way = chosen(verify, hybrid)
             proof = prove(form.READER, hybrid, tokenizer, temporary, verify=way, digests=identity.tensors)
             served: list[EngineProof] = []
-            for engine, python in (engines or {}).items():
+            for engine, python in engines.items():
                 with busy(f"asking {engine}"):
                     served.append(engine_of(engine).prove(python, hybrid, temporary, verify=way, tokenizer=tokenizer))
             if clear := getattr(form, "clear", None):
