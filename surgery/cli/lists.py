@@ -2,7 +2,7 @@
 
 import json
 
-from surgery.evaluation.folders import TASKS
+from surgery.evaluation import TASKS
 
 
 def report_schema() -> None:

@@ -21,8 +21,8 @@ import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.errors import UserError
+from surgery.evaluation import TASKS
 from surgery.evaluation.cells import digest
-from surgery.evaluation.folders import TASKS
 from surgery.evaluation.task_code import check_task_code, without_task_code
 from surgery.models.finite import explained, watching_logits
 from surgery.models.tokens import prompting

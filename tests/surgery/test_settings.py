@@ -12,7 +12,7 @@ from surgery.choosing import names as ways
 from surgery.cli.settings import KINDS
 from surgery.cli.used_settings import USED
 from surgery.errors import UserError
-from surgery.evaluation.folders import TASKS
+from surgery.evaluation import TASKS
 from surgery.exporting.formats import names as formats
 from surgery.jobs.preparing import check_run
 from surgery.kernels.dispatch import OPERATIONS
