@@ -87,7 +87,6 @@ class Atlas:
     labels: list[tuple[int, str]] = field(default_factory=list)
     width: int = 0
     height: int = 0
-    cell: int = CELL
     gutter: int = GUTTER
     says: tuple[str, ...] = SAYS
     leading: list[list[str]] = field(default_factory=list)

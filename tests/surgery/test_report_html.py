@@ -170,7 +170,7 @@ def test_the_atlas_lays_many_heads_out(measured, monkeypatch):
     columns = [0, 1, 2, 2, 3, 3, 3, 3]  # of the places within a layer
     for cell, score in zip(laid.cells, named, strict=True):
         column = columns[rows[score.site.layer].index(score)]
-        assert (cell.x, cell.y) == (laid.gutter + laid.cell * column, laid.cell * score.site.layer)
+        assert (cell.x, cell.y) == (laid.gutter + atlas_page.CELL * column, atlas_page.CELL * score.site.layer)
         assert cell.grafted == (str(score.site) in ("L1.H2", "L1.H5"))
     for map, (name, _, _) in zip(laid.maps, locating_atlas.measured_maps(ranking), strict=True):
         picture = np.array(Image.open(io.BytesIO(base64.b64decode(map.png))))
