@@ -95,7 +95,7 @@ def run(
         say_what_is_there(out, "run", resume, overwrite)
         return
     if options.study is not None:
-        findings = conduct(options, out, resume=resume, overwrite=overwrite, trust_remote_code=trust_remote_code)
+        findings = conduct(options, out, **places)
         table(*studies()[findings.study].table(findings))
         show(f"{findings.summary}\nFindings: {out / FINDINGS}, figure: {out / FIGURE}")
         return

@@ -1,11 +1,8 @@
 """What a run found by itself, and what that cost: the heads of plan.heads=auto, and the steps of tune.steps=auto."""
 
 from surgery.evaluation.results import Results
-from surgery.records.growth import Trial
 from surgery.records.site import Site, shortened
 from surgery.runtime.progress import duration
-
-Table = tuple[list[str], list[list[str]]]
 
 
 def automatic_choices(report: Results) -> str:
@@ -30,14 +27,14 @@ def automatic_choices(report: Results) -> str:
     return " ".join(sentences)
 
 
-def rounds(report: Results) -> Table | None:
+def rounds(report: Results) -> tuple[list[str], list[list[str]]] | None:
     """Header and rows: the best of each round, and what it saves."""
     growth = report.plan and report.plan.growth
     if not growth:
         return None
     body = [["(the base)", "", "", f"{growth.accuracy:.3f}", f"{growth.loss:.3f}", "", ""]]
     for each in growth.rounds:
-        best: Trial = each.trials[each.best]
+        best = each.trials[each.best]
         low, high = best.saved.ci95
         body.append(
             [

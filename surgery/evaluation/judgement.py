@@ -217,7 +217,7 @@ def _cache_left(base: ModelReport, model: ModelReport) -> str:
 def _judged_by_hits(report: Results, name: str) -> Judgement | None:
     """By the loss on recall hits in the longest rows, where no dictionaries were asked; None if it was not measured either."""
     base, model = report.base, report.models[name]
-    task = _longest(base, HITS)
+    task = _longest_hits(base)
     if task is None or task not in model.change:
         return None
     others = f"{OTHERS}{task.removeprefix(HITS)}"
@@ -272,10 +272,10 @@ def _judged_by(task: str, compared: str, advice: str, report: Results, name: str
     return Judgement(name, verdict, answer, tuple(filter(None, (control, rest, _cost(base, model)))))
 
 
-def _longest(base: ModelReport, family: str) -> str | None:
-    """The task of a family of losses that has the longest rows."""
-    lengths = [int(task.partition(".")[2]) for task in base.tasks if task.startswith(f"{family}.")]
-    return f"{family}.{max(lengths)}" if lengths else None
+def _longest_hits(base: ModelReport) -> str | None:
+    """The task of recall hits in the longest rows."""
+    lengths = [int(task.partition(".")[2]) for task in base.tasks if task.startswith(f"{HITS}.")]
+    return f"{HITS}.{max(lengths)}" if lengths else None
 
 
 def _said_of_hits(base: ModelReport, model: ModelReport, task: str) -> str:
@@ -288,7 +288,7 @@ def _said_of_hits(base: ModelReport, model: ModelReport, task: str) -> str:
 
 def _text(base: ModelReport, model: ModelReport) -> str:
     """A sentence on recall hits, where they were measured beside dictionaries."""
-    task = _longest(base, HITS)
+    task = _longest_hits(base)
     if task is None or task not in model.change:
         return ""
     said = f"{_said_of_hits(base, model, task)}{_said(model, task)}."
