@@ -9,7 +9,6 @@ import io
 from base64 import b64encode
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -147,14 +146,15 @@ def _map(
     for score in () if large else scores:
         estimate = getattr(score, name)
         fills.append("none" if estimate is None else to_hex(palette(float(scale(estimate.value)))))
-    png = _png(palette(scale(np.ma.masked_invalid(values)), bytes=True)) if large else ""
+    # A pixel a cell, transparent where nothing was measured.
+    png = as_png(Image.fromarray(palette(scale(np.ma.masked_invalid(values)), bytes=True), mode="RGBA")) if large else ""
     return Map(title, unit, fills, png, (minus(f"{low:.3g}"), f"{high:.3g}"), [to_hex(palette(i / 8)) for i in range(9)])
 
 
-def _png(colors: Any) -> str:
-    """colors (layers, columns, 4), transparent where nothing was measured; a pixel a cell, as base64."""
+def as_png(image: Image.Image) -> str:
+    """A PNG file as base64, as a page holds it."""
     file = io.BytesIO()
-    Image.fromarray(colors, mode="RGBA").save(file, "PNG", optimize=True)
+    image.save(file, "PNG", optimize=True)
     return b64encode(file.getvalue()).decode()
 
 

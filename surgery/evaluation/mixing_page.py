@@ -1,13 +1,12 @@
 """The mixing matrices as report.html shows them: images with ticks, and the example's tokens below each."""
 
-import io
-from base64 import b64encode
 from dataclasses import dataclass
 
 import numpy as np
 from PIL import Image
 
-from surgery.evaluation.head_matrices import Mixing, Weights
+from surgery.evaluation.atlas_page import as_png
+from surgery.evaluation.head_matrices import Mixing
 from surgery.locating.example import window
 from surgery.locating.mixing_figure import PALETTE, printed
 
@@ -56,18 +55,12 @@ def mixing_page(mixing: Mixing) -> MixingPage:
         pictures = []
         for name, what, weights in panel.views():
             last = [round(float(share), 4) for share in weights.shares()[-1]]
-            png = b64encode(_png(weights, palette)).decode()
-            pictures.append(Picture(name, what, png, weights.rows, weights.answer, last, panel.heads.get(name)))
+            image = Image.fromarray(np.round(255 * np.sqrt(weights.shares())).astype(np.uint8), mode="P")
+            image.putpalette(palette)
+            pictures.append(Picture(name, what, as_png(image), weights.rows, weights.answer, last, panel.heads.get(name)))
         panels.append((str(panel.site), pictures))
     down, across = _ticks(mixing)
     return MixingPage([printed(token) for token in mixing.tokens], mixing.answer, down, across, panels)
-
-
-def _png(weights: Weights, palette: bytes) -> bytes:
-    image, file = Image.fromarray(np.round(255 * np.sqrt(weights.shares())).astype(np.uint8), mode="P"), io.BytesIO()
-    image.putpalette(palette)
-    image.save(file, "PNG", optimize=True)
-    return file.getvalue()
 
 
 def _ticks(mixing: Mixing) -> tuple[list[Tick], list[Tick]]:
