@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from surgery.doctor.examination import Answer, Examination, Exports, Layers, MixerSummary
+from surgery.doctor.examination import Examination, Exports, Layers, MixerSummary
 
 KINDS = {"base": "a base for grafts", "hybrid": "a hybrid", "patch": "a patch", "other": "no base for grafts"}
 
@@ -33,26 +33,23 @@ def _grafts(layers: Layers) -> Iterator[str]:
     for name, answer in grafts.items():
         if answer.possible and answer.exports is not None:
             yield f"  {name} can become attention: {_exported(answer.exports)}"
-    yield from _refused("cannot become attention", grafts)
+    refused = {name: answer.why_not for name, answer in grafts.items() if not answer.possible}
+    for reason, names in _by_reason(refused).items():
+        yield f"  {' and '.join(names)} cannot become attention: {reason}"
     if layers.donor_layer.possible:
         yield "  can be the donor of layer grafts"
 
 
-def _refused(what: str, answers: dict[str, Answer]) -> Iterator[str]:
-    """A line for each reason."""
-    refused: dict[str, list[str]] = {}
-    for name, answer in answers.items():
-        if not answer.possible:
-            refused.setdefault(answer.why_not, []).append(name)
-    for reason, names in refused.items():
-        yield f"  {' and '.join(names)} {what}: {reason}"
-
-
 def _exported(exports: Exports) -> str:
     """ "exported as hf, patch; not as gguf (reason)"."""
-    refused: dict[str, list[str]] = {}
-    for name, reason in exports.refused.items():
-        refused.setdefault(reason, []).append(name)
     parts = [f"as {', '.join(exports.possible)}"] if exports.possible else []
-    parts += [f"not as {', '.join(names)} ({reason})" for reason, names in refused.items()]
+    parts += [f"not as {', '.join(names)} ({reason})" for reason, names in _by_reason(exports.refused).items()]
     return f"exported {'; '.join(parts)}"
+
+
+def _by_reason(refused: dict[str, str]) -> dict[str, list[str]]:
+    """Reason -> all that is refused for it."""
+    result: dict[str, list[str]] = {}
+    for name, reason in refused.items():
+        result.setdefault(reason, []).append(name)
+    return result
