@@ -5,6 +5,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from scipy.optimize import isotonic_regression
+
 from surgery.evaluation.figure import Figure, Series
 from surgery.runtime import plotting
 
@@ -78,23 +81,9 @@ def _draw_line(axis: Any, line: Series, *, whiskers: bool, **style: Any) -> None
 
 def spread(places: Sequence[float], least: float) -> list[float]:
     """Places on a line from 0 to 1, moved apart so that each has `least` to the next, and as little as that needs."""
-    order = sorted(range(len(places)), key=lambda i: places[i])
-    groups: list[list[int]] = []
-    middles: list[float] = []
-    for i in order:
-        groups.append([i])
-        middles.append(places[i])
-        while True:  # groups that touch become one, around the mean of their places
-            size = (len(groups[-1]) - 1) * least / 2
-            middles[-1] = min(max(middles[-1], size), max(1 - size, size))
-            if len(groups) < 2 or middles[-1] - size >= middles[-2] + (len(groups[-2]) - 1) * least / 2 + least - 1e-9:
-                break
-            last = groups.pop()
-            middles.pop()
-            groups[-1] += last
-            middles[-1] = sum(places[j] for j in groups[-1]) / len(groups[-1])
-    result = [0.0] * len(places)
-    for group, middle in zip(groups, middles, strict=True):
-        for rank, i in enumerate(group):
-            result[i] = middle + (rank - (len(group) - 1) / 2) * least
-    return result
+    order, steps = np.argsort(places, kind="stable"), least * np.arange(len(places))
+    # Without the steps between them they need only keep their order.
+    kept = isotonic_regression(np.array(places)[order] - steps).x
+    result = np.empty(len(places))
+    result[order] = kept.clip(0, max(0.0, 1 - steps[-1])) + steps
+    return result.tolist()
