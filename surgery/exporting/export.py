@@ -25,8 +25,6 @@ from surgery.records.recipe import Recipe
 from surgery.runtime.memory import free_disk, size
 from surgery.splicing.remembered import Surgery, remembered_tokenizer
 
-__all__ = ["export"]
-
 
 def export(
     hybrid: PreTrainedModel | Checkpoint,
