@@ -86,15 +86,13 @@ def hit_names(options: Bench) -> list[str]:
 def hit_texts(options: Bench, tokenizer: PreTrainedTokenizerBase, data: Data, seed: int) -> dict[str, ChosenTokens]:
     """By the name of the task, what is measured. Lengths that the model does not read are left out. Raises UserError where the
     text is too short for a length."""
-    result: dict[str, ChosenTokens] = {}
-    if "hits" not in options.suites:
-        return result
-    lengths = readable(options, tokenizer)
+    lengths = readable(options, tokenizer) if "hits" in options.suites else []
     if not lengths:
-        return result
+        return {}
     windows = max(options.windows, -(-max(lengths) // options.window))
     ids = np.array(TextWindows(data.held_out_text, windows, options.window).token_ids(tokenizer, seed))
     counts, within = _counted(tokenizer, data, ids)
+    result: dict[str, ChosenTokens] = {}
     for length in lengths:
         count = min(max(1, options.windows * options.window // length), len(ids) // length)
         if not count:
