@@ -13,9 +13,9 @@ WHOLE = 28  # a cell of at most so many characters is not broken
 FRAME = 3  # columns that a column's border and blanks take
 
 
-def print_table(header: list[str], body: list[list[str]], console: Console | None = None) -> None:
-    """Print a table on standard output, as wide as the terminal, or as `console` is."""
-    console = console or Console(width=None if sys.stdout.isatty() else WIDTH)
+def print_table(header: list[str], body: list[list[str]]) -> None:
+    """Print a table on standard output, as wide as the terminal."""
+    console = Console(width=None if sys.stdout.isatty() else WIDTH)
     for columns in parts(header, body, console.width):
         table = Table(*(Column(Text(printable(header[i])), width=width) for i, width in columns.items()))
         for row in body:
