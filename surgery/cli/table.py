@@ -15,7 +15,7 @@ def table(
         typer.Argument(help="report.json, or a folder that holds one; several, for one table.", callback=check_there),
     ],
     out: Out = None,
-) -> None:  # fmt: skip
+) -> None:
     """Print finished reports as the table of a paper.
 
     Parameters, memory, recall and language, as Markdown. With --out also as

@@ -133,9 +133,7 @@ def _shown(ranking: RankedHeads, grafted: set[Site]) -> list[int]:
     return sorted({*range(min(LEADERS, len(heads))), *of_role, *sorted(of_plan)[:MOST]})
 
 
-def _map(
-    ranking: RankedHeads, scores: Sequence[Score], layout: Grid, large: bool, name: str, title: str, unit: str
-) -> Map:  # fmt: skip
+def _map(ranking: RankedHeads, scores: Sequence[Score], layout: Grid, large: bool, name: str, title: str, unit: str) -> Map:
     import matplotlib
     from matplotlib.colors import to_hex
 

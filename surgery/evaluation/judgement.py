@@ -347,9 +347,8 @@ def _cost(base: ModelReport, model: ModelReport) -> str:
     worse = [
         f"{heading(task)} {written(value(after[task]))} (base {written(value(before[task]))})"
         for task, change in model.change.items()
-        if task not in (*SKILLS, "perplexity")
-        and _direction(task, change, model.evidence.get(task)) == "worse"
-    ]  # fmt: skip
+        if task not in (*SKILLS, "perplexity") and _direction(task, change, model.evidence.get(task)) == "worse"
+    ]
     costs = f"Cost: {'; '.join(parts)}." if parts else "Cost: knowledge and perplexity were not measured."
     costs = " ".join([costs, *_says_nothing(base)])
     if not worse:

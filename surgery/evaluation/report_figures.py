@@ -94,7 +94,7 @@ def cost_figures(report: Results, look: dict[str, Look]) -> list[Figure]:
             series.append(Series(" and ".join(names), look[names[-1]], line))
         return Figure(
             title, "tokens of context", "tokens", plotting.lower(unit), tuple(series), f"{{:,.3g}} {unit}", falls=True
-        )  # fmt: skip
+        )
 
     def of_batch(title: str, unit: str, field: str, scale: int, batch: int) -> Figure:
         def cells(model: ModelReport) -> list[tuple[int, float]]:

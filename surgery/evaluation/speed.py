@@ -40,12 +40,10 @@ def decode_cost(models: Mapping[str, PreTrainedModel], context: int) -> Timed:
     times = _decoding(models, caches, 1)
     return Timed(
         costs=tuple(
-            Cost(
-                context=context, milliseconds=times[name], cache_bytes=sum(parts[name].values()), cache_parts=parts[name]
-            )
+            Cost(context=context, milliseconds=times[name], cache_bytes=sum(parts[name].values()), cache_parts=parts[name])
             for name in models
         )
-    )  # fmt: skip
+    )
 
 
 def decode_forwards() -> int:

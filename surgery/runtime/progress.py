@@ -63,7 +63,7 @@ class Track(Iterable[T]):
 
     def __init__(
         self, items: Iterable[T], description: str, total: int | None = None, interval: float = EVERY, before: int = 0
-    ):  # fmt: skip
+    ):
         self.items, self.description, self.interval, self.before = items, description, interval, before
         self.total = total if total is not None else len(items)  # type: ignore[arg-type]
         self.note = ""

@@ -41,9 +41,7 @@ def _asked(model, prompts: list[list[int]], new: list[int]) -> list:
     """Greedy tokens after the prompts, each with the log-probabilities of the TOP most probable ones."""
     from mlx_lm.generate import BatchGenerator
 
-    generator = BatchGenerator(
-        model, completion_batch_size=SEATS, prefill_batch_size=1, prefill_step_size=PIECE
-    )  # fmt: skip
+    generator = BatchGenerator(model, completion_batch_size=SEATS, prefill_batch_size=1, prefill_step_size=PIECE)
     numbers = generator.insert(prompts, new)
     steps: dict = {number: [] for number in numbers}
     while told := generator.next_generated():

@@ -33,7 +33,7 @@ GONE: dict[str, Gone] = {
     "tune.calibrate": Gone("0.22", None, "plan.by and plan.heads: auto choose the gate; leave it out, and set tune.steps"),
     "tune.curriculum": Gone("0.22", 0.0, AS_BEFORE),
     "tune.repeat": Gone("0.22", None, AS_BEFORE),
-}  # fmt: skip
+}
 
 
 def gone_of(section: str) -> dict[str, Gone]:
