@@ -67,11 +67,14 @@ def lost(report: Results, name: str) -> list[str]:
 
 def said_of_losses(report: Results, name: str) -> str:
     """What `lost` names, each with the model's result and the base's; empty if nothing is."""
-    before, after = report.base.results(), report.models[name].results()
-    tasks = lost(report, name)
-    more = f" and {len(tasks) - NAMED} more" if len(tasks) > NAMED else ""
+    return _named(lost(report, name), report.base, report.models[name], ", ")
+
+
+def _named(tasks: list[str], base: ModelReport, model: ModelReport, between: str) -> str:
+    """The first of some tasks, each with the model's result and the base's, and how many more there are."""
+    before, after = base.results(), model.results()
     each = (f"{heading(task)} {written(value(after[task]))} (base {written(value(before[task]))})" for task in tasks[:NAMED])
-    return ", ".join(each) + more
+    return between.join(each) + (f" and {len(tasks) - NAMED} more" if len(tasks) > NAMED else "")
 
 
 def heading(task: str) -> str:
@@ -345,16 +348,13 @@ def _cost(base: ModelReport, model: ModelReport) -> str:
             f"{written(base.perplexity.value)}{_said(model, 'perplexity')})"
         )
     worse = [
-        f"{heading(task)} {written(value(after[task]))} (base {written(value(before[task]))})"
+        task
         for task, change in model.change.items()
         if task not in (*SKILLS, "perplexity") and _direction(task, change, model.evidence.get(task)) == "worse"
     ]
     costs = f"Cost: {'; '.join(parts)}." if parts else "Cost: knowledge and perplexity were not measured."
     costs = " ".join([costs, *_says_nothing(base)])
-    if not worse:
-        return costs
-    more = f" and {len(worse) - NAMED} more" if len(worse) > NAMED else ""
-    return f"{costs} Worse: {'; '.join(worse[:NAMED])}{more}."
+    return f"{costs} Worse: {_named(worse, base, model, '; ')}." if worse else costs
 
 
 def _says_nothing(base: ModelReport) -> list[str]:
