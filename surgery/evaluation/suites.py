@@ -48,8 +48,8 @@ RULER_TITLES = dict(zip((*OF_RULER, RULER), (
     "VT, one hop", "all",
 ), strict=True))  # fmt: skip
 PAPER_PAIRS = tuple(range(10, 51, 5))
-# How many needles are hidden and asked for; needle.1024.50 has one, in the middle.
 DEPTHS = (0.0, 0.5, 1.0)  # where in a text a needle is hidden: 0 at its beginning, 1 at its end
+# How many needles are hidden and asked for; needle.1024.50 has one, in the middle.
 SEVERAL = dict(zip(NEEDLES, ({"needles": 8}, {"needles": 8, "queries": 4}), strict=True))
 # Whether greedy decoding would write the answer, in one forward, where the candidates are so many and so long that scoring each
 # of them would take a hundred times as long. Chance is 0.
