@@ -7,6 +7,7 @@ what a hybrid can be written as, each format; what can be served, the engine's p
 
 import re
 from collections.abc import Callable, Sequence
+from itertools import groupby
 from typing import Any, Literal
 
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
@@ -72,7 +73,9 @@ class Layers(Record):
 
     def name(self) -> str:
         """Their numbers: "0-2,4"."""
-        return ",".join(f"{first}-{last}" if last > first else f"{first}" for first, last in _runs(self.layers))
+        # Of numbers that follow one another, number and place differ by the same.
+        runs = [[*run] for _, run in groupby(enumerate(self.layers), key=lambda pair: pair[1] - pair[0])]
+        return ",".join(f"{run[0][1]}-{run[-1][1]}" if len(run) > 1 else f"{run[0][1]}" for run in runs)
 
 
 class Examination(Marked):
@@ -224,11 +227,3 @@ def _reason(error: Exception) -> str:
     """Families and formats say what they refuse by a UserError. A configuration that nobody thought of may raise anything else,
     and that is a reason too."""
     return str(error) if isinstance(error, UserError) else one_line(error)
-
-
-def _runs(numbers: tuple[int, ...]) -> list[tuple[int, int]]:
-    """Of rising numbers the first and the last of each that follow one another."""
-    runs: list[tuple[int, int]] = []
-    for number in numbers:
-        runs[-1:] = [(runs[-1][0], number)] if runs and runs[-1][1] == number - 1 else [*runs[-1:], (number, number)]
-    return runs

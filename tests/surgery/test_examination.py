@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from surgery.doctor.examination import Examination, Layers, _runs, examine
+from surgery.doctor.examination import Examination, Layers, examine
 from surgery.doctor.examination_text import lines
 from surgery.exporting.export import export
 from surgery.exporting.formats import format_of, names, patch
@@ -212,5 +212,5 @@ def test_nothing_is_computed_and_no_weight_is_made(monkeypatch, tmp_path):
 
 
 def test_runs_of_numbers():
-    assert _runs((0, 1, 2, 4, 6, 7)) == [(0, 2), (4, 4), (6, 7)]
-    assert _runs(()) == []
+    assert Layers.model_construct(layers=(0, 1, 2, 4, 6, 7)).name() == "0-2,4,6-7"
+    assert Layers.model_construct(layers=()).name() == ""
