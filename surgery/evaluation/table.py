@@ -284,19 +284,17 @@ def _by_group(found: list[TableColumn]) -> dict[str, list[TableColumn]]:
     return groups
 
 
-LATEX = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"} | {c: f"\\{c}" for c in "&%$#_{}"}
+LATEX = str.maketrans(
+    {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", **{c: f"\\{c}" for c in "&%$#_{}"}}
+)
 
 
 def latex(found: list[TableColumn], models: Iterable[str]) -> str:
     """A tabular for each group, for booktabs."""
-
-    def escaped(text: str) -> str:
-        return "".join(LATEX.get(letter, letter) for letter in text)
-
     parts = ["% \\usepackage{booktabs}"]
     for group, chosen in _by_group(found).items():
-        rows = [[escaped(name), *texts] for name, *texts in _body(chosen, models, "\\textbf{{{}}}")]
-        head = ["model", *(escaped(column.head) for column in chosen)]
+        rows = [[name.translate(LATEX), *texts] for name, *texts in _body(chosen, models, "\\textbf{{{}}}")]
+        head = ["model", *(column.head.translate(LATEX) for column in chosen)]
         lines = [f"% {group}. {_said(chosen).strip()}", f"\\begin{{tabular}}{{l{'r' * len(chosen)}}}", "\\toprule"]
         lines += [" & ".join(head) + " \\\\", "\\midrule", *(" & ".join(row) + " \\\\" for row in rows)]
         parts.append("\n".join([*lines, "\\bottomrule", "\\end{tabular}"]))
@@ -310,9 +308,8 @@ def as_csv(found: list[TableColumn]) -> str:
     writer.writerow(["group", "column", "unit", "model", "value", "low", "high", "n", "chance"])
     for column in found:
         for model, cell in column.cells.items():
-            row = [cell.value, cell.low, cell.high, cell.n, column.chance]
-            unit = "" if column.unit == "%" else column.unit
-            writer.writerow([column.group, column.title, unit, model, *("" if each is None else each for each in row)])
+            place = [column.group, column.title, "" if column.unit == "%" else column.unit, model]
+            writer.writerow([*place, cell.value, cell.low, cell.high, cell.n, column.chance])  # None becomes an empty cell
     return out.getvalue()
 
 
