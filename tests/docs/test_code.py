@@ -16,18 +16,19 @@ from pathlib import Path
 import pytest
 import yaml
 
+import surgery as toolkit
 from surgery.families import families
-from surgery.probes import probes
-from surgery.records.recipe import Bench, read_recipe
+from surgery.probes import probes, ruler
+from surgery.records.recipe import Bench, Tune, read_recipe
 from surgery.world.text import document
 from tests.conftest import ROOT, TINY
 from tests.docs.pages import NOT_RUN, PAGES, Block, blocks, name
 
 # Settings of a command that does not set them itself.
 SMALLER = {
-    "locate": {"locate.examples": "16", "locate.exact": "false"},
+    "locate": {"locate.examples": "8", "locate.exact": "false", "locate.layers": "false"},
     "prune": {"locate.examples": "4"},
-    "tune": {"tune.steps": "2", "tune.batch_size": "2", "tune.text_batch_size": "1"},
+    "tune": {"tune.steps": "2", "tune.batch_size": "2", "tune.text_batch_size": "1", "tune.skill_batch_size": "2"},
     "bench": {
         "bench.limit": "4",
         "bench.pairs": "[4,64]",
@@ -38,15 +39,23 @@ SMALLER = {
     },
 }
 # Of a bench whose verdict has to come out as the page says.
-JUDGED = {
-    "bench.limit": "20",
-    "bench.pairs": "[4,64]",
-    "bench.contexts": "[64]",
-    "bench.batches": "[1]",
-    "bench.windows": "8",
-}
+JUDGED = {"bench.limit": "20", "bench.pairs": "[4,64]", "bench.contexts": "[64]", "bench.batches": "[1]", "bench.windows": "8"}
 FULL = {"docs/quicktour.md"}  # runs as large as it stands, because it says what comes out
 SLOW = {"README.md", *FULL}  # its Python tunes forty steps
+
+
+# Of what is measured whatever a page says: questions of a look, tokens that RULER has written, and the seconds of a forward and
+# of a step, and the examples, by which an estimate goes.
+FEWER = {"jobs.look.MOST": 12, "models.pace.SECONDS": 0.01, "tuning.rehearsal.SECONDS": 0.01, "jobs.costs.counts.COUNTED": 64}
+WRITTEN = 4
+
+
+class SmallTune(Tune):
+    """As SMALLER, where Python says no more than the steps."""
+
+    batch_size: int = 2
+    text_batch_size: int = 1
+    skill_batch_size: int = 2
 
 
 class SmallBench(Bench):
@@ -107,6 +116,8 @@ def _look_again() -> None:
 )
 def test_the_code_of_a_page_runs(page, surgery, workplace, saved, installed, monkeypatch):
     monkeypatch.setattr("surgery.evaluation.bench.Bench", SmallBench)
+    if name(page) not in SLOW:
+        make_smaller(monkeypatch)
     cells: dict = {"__name__": "page"}
     commands: list[str] = []
     for block in blocks(page):
@@ -127,6 +138,17 @@ def test_the_code_of_a_page_runs(page, surgery, workplace, saved, installed, mon
         models = json.loads((workplace / "runs" / "look" / "bench" / "report.json").read_text())["models"]
         assert tuple(models) == ("base", "spliced", "tuned", "control_tuned")
         assert models["tuned"]["kv"]["32"]["accuracy"] > models["base"]["kv"]["32"]["accuracy"]
+
+
+def make_smaller(monkeypatch) -> None:
+    """What Python measures in other pages than the slow ones, the examples of locate included, and what no setting says."""
+    own = toolkit.locate
+    monkeypatch.setattr(toolkit, "locate", lambda base, **options: own(base, **options | {"examples": 8}))
+    monkeypatch.setattr(toolkit, "Tune", SmallTune)
+    for place, value in FEWER.items():
+        monkeypatch.setattr(f"surgery.{place}", value)
+    for task in ruler.WRITTEN:
+        monkeypatch.setitem(ruler.WRITTEN, task, WRITTEN)
 
 
 def _write(path: Path, text: str) -> None:
