@@ -18,7 +18,7 @@ from surgery.kernels.dispatch import OPERATIONS, use
 from surgery.kernels.packing import packed
 from surgery.records.plan import Plan
 from surgery.splicing.splice import adopt, graft_parameters, splice, unsplice
-from tests.conftest import BASES, SAME
+from tests.conftest import BASES, SAME, but_slow
 from tests.kernels.inputs import assert_near
 from tests.surgery import test_gated_delta as delta
 from tests.surgery import test_linear_mixers as linear
@@ -161,7 +161,14 @@ def test_packed_is_apart(name):
         torch.testing.assert_close(together[row], torch.cat(apart), **SAME)
 
 
-@every_mixer
+# Of mixers that differ in their projections alone, one.
+TRACED = (
+    "Mamba-2", "Mamba-1", "Llamba", "Falcon-H1", "Jamba", "Gated DeltaNet, split", "Kimi Delta Attention",
+    "mLSTM, fused", "Lightning",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", but_slow(MIXERS, *TRACED))
 @torch.no_grad()
 def test_compiled_is_eager(name):
     """Traced, without a compiler, in one graph."""
