@@ -90,11 +90,12 @@ def outcome(run: Callable[[], Any]) -> str:
 
 def main() -> None:
     register()
-    families = sys.argv[1:] or BASES
+    families = [family for family in sys.argv[1:] if family in BASES] or BASES
+    dtypes = [dtype for dtype in DTYPES if str(dtype).removeprefix("torch.") in sys.argv[1:]] or DTYPES
     for family, (make, sites) in BASES.items():
         for kind in ("base", "hybrid") if family in families else ():
             for verb in (read, learn, generate):
-                for dtype in DTYPES:
+                for dtype in dtypes:
                     base = make()
                     model = adopt(base) if kind == "base" else splice(base, Plan(sites=(sites,)))
                     result = outcome(lambda: verb(model, dtype))  # noqa: B023
