@@ -205,6 +205,19 @@ def fresh_process(monkeypatch, read_back_here):
     monkeypatch.setattr(verify, "ask", read_back_here)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def timed_once():
+    """What is timed, and no test looks at the time: of each round of decoding one token, where a bench says what tokens cost,
+    and of forwards one, where a run says what it will cost. It would take a third of a run."""
+    from surgery.evaluation import speed
+    from surgery.models import pace
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(speed, "TOKENS", 1)
+        patch.setattr(pace, "REPEATS", 1)
+        yield
+
+
 class Nothing:
     """A figure, its axes, and all that they give: whatever is drawn on it."""
 

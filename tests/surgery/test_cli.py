@@ -20,7 +20,8 @@ from tests.conftest import ROOT, VOCABULARY, random_base
 
 QUICK = """
 locate: {options: {pairs: 4}, examples: 6}
-tune: {steps: 3, batch_size: 2, lessons: [{options: {pairs: [2, 4]}, queries: 2}], text_batch_size: 1, text_tokens: 24}
+tune: {steps: 3, batch_size: 2, lessons: [{options: {pairs: [2, 4]}, queries: 2}], text_batch_size: 1, text_tokens: 24,
+       skill_batch_size: 2}
 bench: {pairs: [4, 8], limit: 12, windows: 2, window: 32, contexts: [16, 32]}
 """
 MODELS = (
@@ -46,12 +47,10 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def finished(folder, tmp_path_factory, unpainted):
-    """The folder of a whole run with its pictures, and what was printed. Do not change it."""
+def finished(folder, tmp_path_factory):
+    """The folder of a whole run, and what was printed. Do not change it."""
     place = tmp_path_factory.mktemp("finished")
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as out:
-        for module, name, own in unpainted:
-            patch.setattr(module, name, own)
         patch.chdir(place)
         patch.setattr(sys, "argv", ["surgery", "run", str(folder / "quick.yaml")])
         with pytest.raises(SystemExit) as stop:
