@@ -187,10 +187,7 @@ def no_waiting_inside_models() -> Iterator[None]:
         if backbone(module):
             Rules.strict = kept.pop()
 
-    handles = [
-        hooks.register_module_forward_pre_hook(enter),
-        hooks.register_module_forward_hook(leave, always_call=True),
-    ]
+    handles = [hooks.register_module_forward_pre_hook(enter), hooks.register_module_forward_hook(leave, always_call=True)]
     try:
         yield
     finally:

@@ -272,11 +272,7 @@ def test_without_the_harness_the_extra_is_named(monkeypatch):
 
 COMPLETED = [{"text": "Color: red. Size: 3. The size is", "value": "3"}, {"text": "Color: red. The color is", "value": "red"}]
 CITED = [
-    {
-        "context": "[DOC] The owl is at the inn. The inn is big. ",
-        "question": "The owl is at the",
-        "answers": ["inn", "Inn"],
-    },
+    {"context": "[DOC] The owl is at the inn. The inn is big. ", "question": "The owl is at the", "answers": ["inn", "Inn"]},
     {"context": "The cat is here. The cat is", "question": "The cat is", "answers": ["here"]},
 ]
 ANSWERED = {"question": "Where?", "choices": {"text": ["here", "there"], "label": ["A", "B"]}, "answerKey": "B"}

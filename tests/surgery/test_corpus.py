@@ -411,10 +411,7 @@ def test_models_that_cannot_be_made_are_refused_in_one_line(recipe, tmp_path):
     for architecture, words in (
         ({}, "architecture: transformers knows no model_type None"),
         ({"model_type": "mambo"}, "architecture: transformers knows no model_type mambo"),
-        (
-            SMALL | {"num_heads": 3},
-            "architecture: no model can be made of this: .*: ValueError: Inconsistent",
-        ),
+        (SMALL | {"num_heads": 3}, "architecture: no model can be made of this: .*: ValueError: Inconsistent"),
         (SMALL | {"n_groups": 3}, "architecture: the model cannot read 16 tokens: ValueError: 2 heads in 3 groups"),
         ({"model_type": "gpt2", "n_embd": 16, "n_layer": 1, "n_head": 2}, "cannot analyse a gpt2 model"),
         ({"model_type": "bert", "hidden_size": 12, "num_hidden_layers": 1}, "bert"),

@@ -202,11 +202,7 @@ def test_ablation_of_products_beyond_float16(dtype, tokenizer):
 LESSON = Lesson(options={"pairs": (2, 4)}, queries=3)
 SHORT = Tune(steps=3, batch_size=4, lessons=(LESSON,), text_batch_size=2, text_tokens=16, save_steps=2)
 TUNE = SHORT.model_copy(
-    update={
-        "lora": Lora(target_modules=("in_proj",), r=2),
-        "gradient_checkpointing": True,
-        "gradient_accumulation_steps": 2,
-    }
+    update={"lora": Lora(target_modules=("in_proj",), r=2), "gradient_checkpointing": True, "gradient_accumulation_steps": 2}
 )
 KINDS = {
     "mamba-2": (random_base, HEADS),

@@ -123,11 +123,7 @@ def test_what_is_raised_within_leaves_the_model_as_it_was(tokens):
     [
         ("plain", "x_proj", "'x_proj' matches no module; there are in_proj, out_proj$"),
         ("plain", "proj", "'proj' matches no module"),
-        (
-            "plain",
-            "conv1d",
-            "would learn nothing: the model reads the weight of .*layers.0.mixer.conv1d but never calls it",
-        ),
+        ("plain", "conv1d", "would learn nothing: the model reads the weight of .*layers.0.mixer.conv1d but never calls it"),
         ("mamba", "conv1d", "would learn nothing"),
         ("falcon mamba", "conv1d", "would learn nothing"),
         ("llamba", "conv1d", "would learn nothing"),
@@ -200,12 +196,7 @@ def test_an_adapter_that_no_gradient_reaches_ends_the_run(monkeypatch):
     assert all(p is parameters[name] for name, p in hybrid.named_parameters())
 
 
-ALL = SHORT.model_copy(
-    update={
-        "steps": 6,
-        "lora": Lora(target_modules=("in_proj",), r=2, lora_dropout=0.1),
-    }
-)
+ALL = SHORT.model_copy(update={"steps": 6, "lora": Lora(target_modules=("in_proj",), r=2, lora_dropout=0.1)})
 
 
 @pytest.mark.usefixtures("in_float64")

@@ -18,10 +18,7 @@ from surgery.records.site import Site
 from surgery.splicing.splice import splice
 from tests.conftest import VOCABULARY, random_base, random_selective
 
-BASES = {
-    "mamba2": random_base,
-    "mamba": lambda **fields: random_selective(MambaConfig, MambaForCausalLM, **fields),
-}
+BASES = {"mamba2": random_base, "mamba": lambda **fields: random_selective(MambaConfig, MambaForCausalLM, **fields)}
 
 
 @pytest.fixture(params=BASES)

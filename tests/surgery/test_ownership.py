@@ -179,8 +179,7 @@ def test_a_strangers_file_in_the_hidden_folder_stays_and_is_named(tmp_path, caps
 
 
 @pytest.mark.parametrize(
-    "content",
-    ["", "{}", '{"version": 3}\n', "[]\n", '{"mamba-surgery": 1, "token": "x", "seal": "y"}\n', "\0\n", '"seal"\n'],
+    "content", ["", "{}", '{"version": 3}\n', "[]\n", '{"mamba-surgery": 1, "token": "x", "seal": "y"}\n', "\0\n", '"seal"\n']
 )
 def test_a_record_that_we_did_not_write_grants_nothing(tmp_path, content):
     (tmp_path / "photo.jpg").write_text("photo")

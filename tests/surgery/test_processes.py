@@ -96,13 +96,7 @@ def test_the_number_of_processes_changes_nothing(folder, whole, tmp_path):
     assert "Accuracy of the base" in printed[0]
     assert printed[1] == ""
     assert said(tmp_path / "two") == whole[0]
-    assert {*names(tmp_path / "two")} == {
-        "run.json",
-        "recipe.yaml",
-        "ranking.json",
-        "atlas.png",
-        "mixing.png",
-    }
+    assert {*names(tmp_path / "two")} == {"run.json", "recipe.yaml", "ranking.json", "atlas.png", "mixing.png"}
 
 
 RUN_SETTINGS = [

@@ -125,10 +125,7 @@ def test_a_checkpoint_is_located_in_without_naming_its_tokenizer(tiny):
 @pytest.mark.parametrize(
     ("call", "complaint"),
     [
-        (
-            lambda b, r: package.locate("folder"),
-            r"not its name; load it first: base = surgery.load\('folder'\)",
-        ),
+        (lambda b, r: package.locate("folder"), r"not its name; load it first: base = surgery.load\('folder'\)"),
         (lambda b, r: package.locate(Path("a/b")), r"surgery.load\('a/b'\)"),
         (lambda b, r: package.locate(None), "takes a model as surgery.load returns it, not None"),
         (lambda b, r: package.locate(b), "locate needs a tokenizer beside the model"),

@@ -106,14 +106,7 @@ def test_everything_is_in_it_and_nothing_else_is_asked_for(page, measured):
         assert name in text
         for result in model.kv.values():
             assert f"{result.accuracy:.3f} [{result.ci95[0]:.3f}, {result.ci95[1]:.3f}]" in text
-    for title in (
-        "In short",
-        "Retrieval",
-        "Controls",
-        "The atlas of heads",
-        "Speed and memory",
-        "Provenance",
-    ):
+    for title in ("In short", "Retrieval", "Controls", "The atlas of heads", "Speed and memory", "Provenance"):
         assert f"{title}" in text, title
     change = report.models["spliced"].change["kv.6"]
     said = [f"{100 * part:+.1f}".replace("-", "\N{MINUS SIGN}") for part in (change.value, *change.ci95)]

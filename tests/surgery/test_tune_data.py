@@ -330,10 +330,7 @@ def test_questions_of_lessons_are_not_those_that_are_measured(tiny):
         (Lesson(probe="mqar", options={"pairs": (2, 64)}), "mqar with 2 pairs takes 1 to 2 queries, not 4"),
         (Lesson(probe="mqar", options={"pairs": 9}, queries=2), "queries are for kv"),
         (Lesson(probe="knowledge", options={"source": (1, 2)}), "option 'source' is 1"),
-        (
-            Lesson(probe="needle", options={"length": 64}),
-            r"\(data.held_out_text\); give it source: lessons",
-        ),
+        (Lesson(probe="needle", options={"length": 64}), r"\(data.held_out_text\); give it source: lessons"),
     ],
 )
 def test_lessons_that_cannot_be_given_are_refused(tiny, lesson, complaint):

@@ -159,11 +159,7 @@ def test_no_more_is_kept_than_was_allowed():
 
 
 @pytest.mark.parametrize(
-    ("change", "tolerance"),
-    [
-        ({"gradient_accumulation_steps": 3}, SAME),
-        ({"gradient_checkpointing": True}, EQUAL),
-    ],
+    ("change", "tolerance"), [({"gradient_accumulation_steps": 3}, SAME), ({"gradient_checkpointing": True}, EQUAL)]
 )
 def test_a_switch_changes_neither_losses_nor_weights(change, tolerance, vocabulary, tokenizer, request):
     if tolerance is SAME:
