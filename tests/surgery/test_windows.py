@@ -347,8 +347,9 @@ seed: 5
 data: {skills: []}
 locate: {options: {pairs: 8}, examples: 16, exact: false, layers: false}
 plan: {kind: window, window: {groups: 1, length: 16}}
-tune: {steps: 2, lora: {target_modules: [q_proj, v_proj]}, lessons: [{probe: kv, options: {pairs: 8}}]}
-bench: {pairs: [8], unseen_pairs: [], limit: 24, windows: 2, window: 32, contexts: [512]}
+tune:
+  {steps: 2, batch_size: 2, text_batch_size: 1, lora: {target_modules: [q_proj, v_proj]}, lessons: [{options: {pairs: 8}}]}
+bench: {pairs: [8], unseen_pairs: [], limit: 12, windows: 2, window: 32, contexts: [64]}
 """
 
 
@@ -370,6 +371,6 @@ def test_a_run_with_windows_asks_what_is_kept(surgery, tmp_path, painted):
     assert sorted(windows) == [(Site(2, (0,)),), (Site(2, (1,)),)]
     (judgement,) = judge(report)
     assert any("Windows at random heads (control_random_windows_tuned) answer" in detail for detail in judgement.details)
-    assert any("After 512 tokens its cache takes" in detail for detail in judgement.details)
+    assert any("After 64 tokens its cache takes" in detail for detail in judgement.details)
     status, _, error = surgery("run", "recipe.yaml", "--dry-run")
     assert status == 0, error
