@@ -46,7 +46,8 @@ from tests.conftest import BASES, names, random_base
 
 RECIPE = """
 locate: {options: {pairs: 4}, examples: 12, batch_size: 4, exact: true}
-tune: {steps: 3, batch_size: 2, lessons: [{options: {pairs: [2, 4]}, queries: 2}], text_batch_size: 1, text_tokens: 24}
+tune: {steps: 3, batch_size: 2, lessons: [{options: {pairs: [2, 4]}, queries: 2}], text_batch_size: 1, text_tokens: 24,
+       skill_batch_size: 2}
 bench: {pairs: [4], limit: 6, windows: 2, window: 32, contexts: [16], batch_size: 4, random_sites: 1}
 """
 
@@ -474,7 +475,10 @@ def test_a_study_and_a_name_are_refused(folder):
 
 @pytest.mark.parametrize(
     ("sites", "lora"),
-    [("[L1.H3, L2.H3, L4.H3+L4.H5, L6.H0]", "{r: 4, target_modules: [in_proj, out_proj]}"), ("[L7.H2]", "null")],
+    [
+        ("[L1.H3, L2.H3, L4.H3+L4.H5, L6.H0]", "{r: 4, target_modules: [in_proj, out_proj]}"),
+        pytest.param("[L7.H2]", "null", marks=pytest.mark.slow),
+    ],
 )
 def test_all_that_is_trained_in_a_deep_model_is_counted(tmp_path, tokenizer, monkeypatch, sites, lora):
     """Two and four of eight layers are tried. The same head in several layers is as many grafts; all layers have adapters."""
