@@ -1,6 +1,6 @@
 """The whole job, and every verb by itself, on the models of published_models.py.
 
-`make test` takes every family once (three of them in test_recipes.py), `make test-slow` every published model, and in these
+`make test` takes every family once (two of them in test_recipes.py), `make test-slow` every published model, and in these
 every tokenizer; the product of all needs SURGERY_ALL_PUBLISHED, as it takes the better part of an hour.
 """
 
@@ -37,7 +37,8 @@ QUICK = [checkpoint for checkpoint in SOME if checkpoint.published in (PAINTED, 
 # Fewer of everything than by default, and nothing else.
 FEW = """
 locate: {examples: 4, options: {pairs: 4}}
-tune: {steps: 2, batch_size: 2, lessons: [{options: {pairs: [2, 4]}, queries: 2}], text_batch_size: 1, text_tokens: 24}
+tune: {steps: 2, batch_size: 2, lessons: [{options: {pairs: [2, 4]}, queries: 2}], text_batch_size: 1, text_tokens: 24,
+       skill_batch_size: 2}
 bench: {pairs: [4], limit: 4, windows: 2, window: 32, contexts: [16]}
 """
 # Heads by choice, hints and LoRA, from dictionaries and from needles in text. A processor is slow in half precision.
@@ -55,6 +56,7 @@ tune:
   lora: {target_modules: [in_proj]}
   text_batch_size: 1
   text_tokens: 24
+  skill_batch_size: 2
 bench: {pairs: [3], limit: 2, windows: 2, window: 32, contexts: [], controls: false}
 """
 whole_product = pytest.mark.skipif(

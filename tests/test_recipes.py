@@ -30,12 +30,12 @@ WORDS = {
 }  # fmt: skip
 LOCATED = ("llama-3.1-8b", "zamba2-7b")  # and no more
 # Of a kind that is below, or in test_published_models.py.
-ELSEWHERE = ("mamba-130m", "mamba-2.8b", "mamba2-130m", "codestral-mamba-7b")
+ELSEWHERE = ("mamba-130m", "mamba-2.8b", "mamba2-130m", "mamba2-2.7b", "codestral-mamba-7b")
 # Fewer of everything. Of few layers and channels, a recipe's share of heads can be less than one.
 FEW = [
     "locate.examples=2", "locate.options.pairs=4", "tune.steps=1", "tune.batch_size=2", "tune.text_batch_size=2",
-    "tune.gradient_accumulation_steps=2", "tune.text_tokens=24", "bench.limit=2", "bench.pairs=[4]",
-    "bench.windows=1", "bench.window=32", "bench.contexts=[16]",
+    "tune.gradient_accumulation_steps=2", "tune.text_tokens=24", "tune.skill_batch_size=2", "bench.limit=2",
+    "bench.pairs=[4]", "bench.windows=1", "bench.window=32", "bench.contexts=[16]",
 ]  # fmt: skip
 
 
