@@ -19,7 +19,7 @@ SMALLER = {
     "run": f"{LOCATE} {BENCH} tune.steps=2 bench.controls=false",
     "locate": LOCATE,
     "prune": "locate.examples=8",
-    "tune": "tune.steps=2 tune.batch_size=2 tune.text_batch_size=1",
+    "tune": "tune.steps=2 tune.batch_size=2 tune.text_batch_size=1 tune.skill_batch_size=2",
     "bench": BENCH,
 }
 SLOW = {"run", "pretrain", "doctor"}  # a whole run, a training, and measurements; left to the slow test
@@ -37,6 +37,11 @@ def shown(verb: str) -> list[list[str]]:
     assert all(command[:2] == ["surgery", verb] for command in commands), text
     assert max(map(len, text.splitlines())) <= 80, "a terminal would break the line"
     return [command[1:] for command in commands]
+
+
+@pytest.fixture(autouse=True)
+def a_short_look(monkeypatch):
+    monkeypatch.setattr("surgery.jobs.look.MOST", 12)
 
 
 def executed(surgery, verbs, *, one_each: bool = False) -> None:

@@ -24,7 +24,7 @@ from tests.conftest import BASES, VOCABULARY, random_base
 TWO = (Site(0, (3, 5)),)
 QUICK = (
     "--set", "tune.steps=1", "--set", "tune.batch_size=2", "--set", "tune.text_batch_size=1", "--set", "tune.text_tokens=8",
-    "--set", "tune.lessons=[{options: {pairs: 2}}]",
+    "--set", "tune.lessons=[{options: {pairs: 2}}]", "--set", "tune.skill_batch_size=2",
 )  # fmt: skip
 
 

@@ -415,7 +415,7 @@ def test_no_record_and_no_export_says_where_its_maker_keeps_things(surgery, plac
         text = "".join(TOKENIZER.decode([9 + i * i % (150 + start)]) + " " for i in range(start, 400))
         (home / "deep" / name).write_text(text)
     base = str(home / "deep" / "base")
-    few = Tune(steps=1, batch_size=2, text_batch_size=1, text_tokens=24)
+    few = Tune(steps=1, batch_size=2, text_batch_size=1, text_tokens=24, skill_batch_size=2)
     options = QUICK.model_copy(update={"controls": False})
     recipe = Recipe(model=base, tokenizer=base, bench=options, tune=few).model_dump(mode="json")
     recipe["locate"] |= {"options": {"pairs": 4}, "examples": 4, "layers": False}

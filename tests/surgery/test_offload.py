@@ -137,7 +137,8 @@ def test_an_offloaded_base_is_located_tuned_measured_and_exported(tmp_path, caps
     options = surgery.Recipe(
         model="x",
         tune={
-            "steps": 2, "batch_size": 2, "text_batch_size": 1, "text_tokens": 16, "lessons": [{"options": {"pairs": 2}}],
+            "steps": 2, "batch_size": 2, "text_batch_size": 1, "text_tokens": 16, "skill_batch_size": 2,
+            "lessons": [{"options": {"pairs": 2}}],
         },
         bench={"pairs": [4], "limit": 10, "windows": 2, "window": 32, "contexts": []},
     )  # fmt: skip

@@ -238,7 +238,8 @@ def test_a_4_bit_model_that_lost_its_scales_is_refused(folders):
 
 WHOLE_JOB = """
 locate: {examples: 4, options: {pairs: 4}}
-tune: {steps: 2, batch_size: 2, lessons: [{options: {pairs: [2, 4]}, queries: 2}], text_batch_size: 1, text_tokens: 24}
+tune: {steps: 2, batch_size: 2, lessons: [{options: {pairs: [2, 4]}, queries: 2}], text_batch_size: 1, text_tokens: 24,
+       skill_batch_size: 2}
 bench: {pairs: [4], unseen_pairs: [], limit: 4, windows: 2, window: 32, contexts: [16], random_sites: 1}
 """
 

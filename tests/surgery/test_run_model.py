@@ -18,7 +18,7 @@ from tests.conftest import TINY, VOCABULARY, names, random_base
 
 SMALL = (
     "locate.examples=8", "locate.exact=false", "plan={by: gain, heads: 1}",
-    "tune={steps: 1, batch_size: 2, text_batch_size: 1}",
+    "tune={steps: 1, batch_size: 2, text_batch_size: 1, skill_batch_size: 2}",
     "bench={pairs: [4], limit: 4, windows: 2, window: 16, contexts: [], controls: [tuned]}",
 )  # fmt: skip
 

@@ -266,7 +266,7 @@ model: checkpoints/tiny-mamba2
 seed: 3
 locate: {options: {pairs: 4}, examples: 8, exact: false, layers: false}
 plan: {sites: "L0.H3,5"}
-tune: {steps: 1, batch_size: 2, text_batch_size: 2, text_tokens: 32, lessons: [{probe: kv, options: {pairs: 4}}]}
+tune: {steps: 1, batch_size: 2, text_batch_size: 2, text_tokens: 32, skill_batch_size: 2, lessons: [{options: {pairs: 4}}]}
 bench: {pairs: [4], unseen_pairs: [], limit: 10, windows: 2, contexts: [64]}
 """
 

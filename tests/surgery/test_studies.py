@@ -64,7 +64,7 @@ def test_the_seeds_are_of_the_demos(demo, seeds):
 SEEDS = """
 model: checkpoints/tiny-mamba2
 locate: {examples: 4, layers: false, confirm: 0.1, options: {pairs: 4}}
-tune: {steps: 1, batch_size: 2, text_batch_size: 1, lessons: [{probe: kv, options: {pairs: 8}}]}
+tune: {steps: 1, batch_size: 2, text_batch_size: 1, skill_batch_size: 2, lessons: [{probe: kv, options: {pairs: 8}}]}
 bench: {pairs: [4, 8], unseen_pairs: [], limit: 4, windows: 2, contexts: []}
 study: {name: seeds, seeds: 2, ways: {distil: {}, gentle: {kl_weight: 4.0}}}
 """
@@ -103,7 +103,7 @@ HOPS = """
 model: checkpoints/tiny-mamba2
 locate: {examples: 4, layers: false, exact: false, options: {pairs: 4}}
 plan: {sites: "L0.H3,5"}
-tune: {steps: 1, batch_size: 2, text_batch_size: 1, lessons: [{probe: two_hops, options: {pairs: 2}}]}
+tune: {steps: 1, batch_size: 2, text_batch_size: 1, skill_batch_size: 2, lessons: [{probe: two_hops, options: {pairs: 2}}]}
 bench: {limit: 4}
 study: {name: hops, one: [4], two: [2]}
 """
@@ -136,7 +136,7 @@ def test_hops(surgery, tmp_path):
 AWARE = """
 model: checkpoints/tiny-llamba
 locate: {examples: 8, layers: false, options: {pairs: 4}}
-tune: {steps: 2, batch_size: 2, text_batch_size: 1, lessons: [{probe: kv, options: {pairs: 4}}]}
+tune: {steps: 2, batch_size: 2, text_batch_size: 1, skill_batch_size: 2, lessons: [{probe: kv, options: {pairs: 4}}]}
 bench: {pairs: [4], limit: 10, windows: 2, contexts: [], unseen_pairs: []}
 study: {name: retrieval_aware, other: checkpoints/tiny-llama, heads: [1, 2], steps: 2}
 """
@@ -178,7 +178,7 @@ COHORT = f"""
 model: checkpoints/tiny-mamba2
 locate: {{examples: 4, exact: true, layers: false, options: {{pairs: 4}}}}
 plan: {{sites: L0.H1}}
-tune: {{steps: 1, batch_size: 2, text_batch_size: 1, lessons: [{{probe: kv, options: {{pairs: 4}}}}]}}
+tune: {{steps: 1, batch_size: 2, text_batch_size: 1, skill_batch_size: 2, lessons: [{{probe: kv, options: {{pairs: 4}}}}]}}
 bench: {{pairs: [4], unseen_pairs: [4], limit: 6, windows: 2, contexts: [], controls: false}}
 study: {{name: cohort, bases: {{one: {{{SMALL}, seed: 1}}, two: {{{SMALL}, seed: 2, curriculum: {{last: 3}}}}}}}}
 """
