@@ -80,7 +80,7 @@ def adapted(model: PreTrainedModel, options: Lora | None, *, seed: int = 0, out:
         layers |= {match.module: model.get_submodule(match.module) for match in matched}
         for p in adapters(model).values():
             p.data = p.data.to(torch.promote_types(p.dtype, torch.float32))
-        lines = table(model, options, matched)
+        lines = table(model, matched)
         for line in lines:
             say(line)
         yield
@@ -146,7 +146,7 @@ def matches(model: PreTrainedModel, options: Lora) -> list[Match]:
     return [matched[name] for name in modules if name in matched]
 
 
-def table(model: PreTrainedModel, options: Lora, matched: list[Match]) -> list[str]:
+def table(model: PreTrainedModel, matched: list[Match]) -> list[str]:
     """The lines of a table: what each target matched in an adapted model, and how many numbers are trained there."""
     groups: dict[tuple[str, ...], dict[str, int]] = {}
     for match in matched:
