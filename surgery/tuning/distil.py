@@ -139,7 +139,7 @@ class Distillation(nn.Module):
             if all_counts[0] or not self.hit_weight:
                 below = self._below(ids, (key, "lesson"))
                 with self._watching(evidence is not None) as seen:
-                    hidden = self._above(below, positions)
+                    hidden = self._last(list(self.part.blocks), below, positions)
                 ce = self._cross_entropy(hidden, gather_positions(positions, targets)) / target_count
                 if seen and evidence is not None:
                     more["hints"] = attention_nll(seen, evidence) / target_count
@@ -231,11 +231,8 @@ class Distillation(nn.Module):
         with torch.no_grad(), evaluated(self.student):
             return replace(tokens, states=self.cache.get(key if self.first else (None, ""), states))
 
-    def _above(self, below: Below, positions: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        """The student's last states at some positions, (positions, d)."""
-        return self._last(list(self.part.blocks), below, positions)
-
     def _last(self, blocks: Sequence[nn.Module], below: Below, positions: Tensor) -> Tensor:
+        """The last states at some positions, (positions, d), of the student's blocks or the teacher's."""
         assert below.states is not None
         if below.documents is not None:
             positions = below.documents.places.flatten()[positions]
@@ -259,7 +256,7 @@ class Distillation(nn.Module):
             self._teacher_logits(ids, below, positions[others], position_ids, (key, "teacher")) if self.kl_weight else None
         )
         with self._watching(before is not None) as seen:
-            hidden = self._above(below, positions, position_ids)
+            hidden = self._last(list(self.part.blocks), below, positions)
         entropy = hints = hidden.new_zeros((), dtype=torch.float)
         if before is not None and chosen.any():
             entropy = self._cross_entropy(hidden[chosen], gather_positions(positions, ids.roll(-1, 1))[chosen])
@@ -277,7 +274,7 @@ class Distillation(nn.Module):
         """The sum of KL(teacher || student) over all tokens of answers."""
         below, positions = self._below(ids, (key, "skills"), position_ids), _positions(answers)
         teacher = self._teacher_logits(ids, below, positions, position_ids, (key, "teacher of skills"))
-        student = self._logits(self._above(below, positions, position_ids)).log_softmax(-1)
+        student = self._logits(self._last(list(self.part.blocks), below, positions)).log_softmax(-1)
         return F.kl_div(student, teacher(slice(None)).log_softmax(-1), log_target=True, reduction="sum")
 
     def _missed_hits(self, seen: Seen, evidence: Tensor, below: Below) -> Tensor:
