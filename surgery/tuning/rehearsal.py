@@ -48,13 +48,11 @@ class StepCost:
 @dataclass(frozen=True)
 class TuningProfile:
     """trained: (name, shape) of every trained tensor. pace: of a step, by its tokens, padding included.
-    a_step: of the recipe, on average. padding: the share of it in the first batches of text; None without text. costs: one
-    for every process."""
+    padding: the share of it in the first batches of text; None without text. costs: one for every process."""
 
     trained: list[tuple[str, tuple[int, ...]]]
     steps: int
     pace: Pace
-    a_step: Work
     padding: float | None
     costs: list[StepCost]
 
@@ -114,7 +112,7 @@ def rehearse(
     rows = max(options.batch_size, options.text_batch_size)
     of_a_step = paced(measure, _least(options), rows, SECONDS)
     cost |= {"seconds": of_a_step.time(a_step), "activations": round(of_a_step.memory(a_step.largest))}
-    return TuningProfile(trained, options.most_steps, of_a_step, a_step, padding, gather([StepCost(**cost)]))
+    return TuningProfile(trained, options.most_steps, of_a_step, padding, gather([StepCost(**cost)]))
 
 
 def step_work(tokenizer: PreTrainedTokenizerBase, options: Tune, data: Data, seed: int) -> tuple[Work, float | None]:
