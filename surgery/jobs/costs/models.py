@@ -28,11 +28,9 @@ from surgery.tuning.trainable import trainable
 
 @dataclass(frozen=True)
 class Trained:
-    """A model that is tuned. first: the lowest layer that is trained. layers: of a control, those whose mixers are. numbers:
-    how many are trained, adapters apart."""
+    """A model that is tuned. first: the lowest layer that is trained. numbers: how many are trained, adapters apart."""
 
     first: int
-    layers: list[int] | None
     numbers: int
 
 
@@ -43,7 +41,7 @@ def models_of(base: PreTrainedModel, recipe: Recipe, chosen: Plan) -> tuple[dict
 
     def note(name: str, model: PreTrainedModel, plan: Plan, layers: list[int] | None = None) -> PreTrainedModel:
         numbers = sum(p.numel() for p in trainable(model, layers).values())
-        tuned[name] = Trained(min(layers or [site.layer for site in plan.sites], default=0), layers, numbers)
+        tuned[name] = Trained(min(layers or [site.layer for site in plan.sites], default=0), numbers)
         return model
 
     options = recipe.plan.model_copy(update={"donor": None, "donor_layers": {}, "mlp": False})
