@@ -14,16 +14,15 @@ TOKENS = 2**17  # that are counted: of 10 in a million, one is seen
 STRETCH = 256  # of an excerpt
 
 
-def training_pairs(tokenizer: PreTrainedTokenizerBase, data: Data, tokens: int | None = None) -> PairCounts:
-    """The pairs in `tokens` tokens (by default TOKENS) of the training text, drawn by its weights: the same for every run,
-    whatever its seed. Raises UserError for text that cannot be read or is too short."""
-    tokens = TOKENS if tokens is None else tokens
+def training_pairs(tokenizer: PreTrainedTokenizerBase, data: Data) -> PairCounts:
+    """The pairs in TOKENS tokens of the training text, drawn by its weights: the same for every run, whatever its seed. Raises
+    UserError for text that cannot be read or is too short."""
     sources = open_sources(data, Reading(tokenizer, STRETCH, 0, held_out=True))
-    drawn = Draws("pairs", [text.weight for text in data.train_text], tokens)
+    drawn = Draws("pairs", [text.weight for text in data.train_text], TOKENS)
     excerpts: list[np.ndarray] = []
     counted = 0
     for source, index in drawn:
-        if counted >= tokens:
+        if counted >= TOKENS:
             break
         excerpts.append(np.array(sources[source].excerpt(index), dtype=np.int64))
         counted += len(excerpts[-1])

@@ -194,8 +194,8 @@ def test_rarity_is_counted_in_the_training_text_where_one_is_named(tokenizer, te
     train = tmp_path / "train.txt"
     train.write_text("? " * 30_000)
     named = Data(held_out_text=text, train_text=(Text(source=str(train)),))
-    counts = training_pairs(tokenizer, named, 1000)
-    assert 1000 <= counts.tokens < 1256
+    counts = training_pairs(tokenizer, named)
+    assert 4000 <= counts.tokens < 4256
     options = Bench(suites=("hits",), contexts=(64,), windows=6, window=24, rare=0.0)
     by_rest, by_training = (hit_texts(options, tokenizer, data, 0) for data in (Data(held_out_text=text), named))
     assert by_rest["recall_hits.64"].chosen.sum() < by_training["recall_hits.64"].chosen.sum()
