@@ -83,7 +83,7 @@ class TuningRun:
 
     def distil(self, after_step: AfterStep | None = None) -> None:
         """Train end to end. after_step: called after every step, instead of early stopping."""
-        prepared = self.loop.prepared(self.distillation, self.options.learning_rate, self.options.gradient_accumulation_steps)
+        prepared = self.loop.prepared(self.distillation)
         steps = self.micro_batches.steps(self.seed, self.state.step)
         span = None
         if after_step is None:

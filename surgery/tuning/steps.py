@@ -82,9 +82,10 @@ class TrainingLoop:
         _check(options, self.accelerator)
         begin_trackers(self.accelerator, options, description)
 
-    def prepared(self, distillation: Distillation, learning_rate: float, parts: int = 1) -> Prepared:
-        """Prepare the modules. The trained parameters are those that have a gradient now. parts: into how many a batch will be
-        divided. The modules are in eval mode, without dropout, until the steps begin."""
+    def prepared(self, distillation: Distillation) -> Prepared:
+        """Prepare the modules. The trained parameters are those that have a gradient now. The modules are in eval mode, without
+        dropout, until the steps begin."""
+        parts = self.options.gradient_accumulation_steps
         self.accelerator.gradient_accumulation_steps = parts
         if self.zero:
             self.zero.deepspeed_config |= {
@@ -97,7 +98,7 @@ class TrainingLoop:
         # The classes of modules by which FSDP divides a model.
         vars(module)["_no_split_modules"] = sorted({type(block).__name__ for block in distillation.student.base_model.layers})
         optimizer = torch.optim.AdamW(
-            parameter_groups(module.named_parameters(), WEIGHT_DECAY), lr=learning_rate, betas=(0.9, 0.95)
+            parameter_groups(module.named_parameters(), WEIGHT_DECAY), lr=self.options.learning_rate, betas=(0.9, 0.95)
         )
         placed = None if not hooks(distillation.student) else [False, True]  # accelerate's hooks say where it belongs
         module, optimizer = self.accelerator.prepare(module, optimizer, device_placement=placed)
@@ -112,14 +113,14 @@ class TrainingLoop:
             collect(prepared.learning, self.checkpoints.trained)
 
     def run_steps(
-        self, prepared: Prepared, batches: Iterable[list[tuple]], after_step: AfterStep | None = None,
-        span: Callable[[], tuple[int, int] | None] | None = None,
+        self, prepared: Prepared, batches: Iterable[list[tuple]], after_step: AfterStep | None,
+        span: Callable[[], tuple[int, int] | None] | None,
     ) -> None:  # fmt: skip
         """Take the steps that are not yet done.
 
         batches: for every step a list of the parts, each of them the arguments of Distillation.forward. after_step: from the
-        number of a step to more figures for its record, and whether it was the last. span: as falling_schedule takes it; by
-        default the learning rate falls as tune.decay says.
+        number of a step to more figures for its record, and whether it was the last. span: as falling_schedule takes it;
+        without it the learning rate falls as tune.decay says.
 
         A checkpoint is written every `save_steps` steps, every SAVE_SECONDS, and where SIGINT or SIGTERM comes. The step is
         finished and saved then, before the signal goes to whatever listens. Raises UserError where a loss or a gradient is not
@@ -127,15 +128,14 @@ class TrainingLoop:
         state, module, optimizer, steps = self.state, prepared.module, prepared.optimizer, self.options.most_steps
         warmup, decay, start = self.options.warmup_steps, self.options.decay, state.step
         schedule = falling_schedule(optimizer, warmup, span) if span else cosine_schedule(optimizer, warmup, steps, decay)
-        description = self.description
-        progress = Track(batches, description, steps, before=start)
+        progress = Track(batches, self.description, steps, before=start)
         self.checkpoints.restore(optimizer, schedule)
         module.train()
         stopped, saved = False, time.monotonic()
         with deferred() as came:
             for parts in progress:
                 self._seed()
-                figures = self._step(prepared, parts, description, first=state.step == start)
+                figures = self._step(prepared, parts, first=state.step == start)
                 schedule.step()
                 state.step += 1
                 more, last = after_step(state.step) if after_step else ({}, False)
@@ -151,10 +151,10 @@ class TrainingLoop:
                     saved = time.monotonic()
                 if stopped:
                     kept = "" if self.checkpoints.out is None else f"; what was learnt is kept in {self.checkpoints.out}"
-                    say(f"{description}: stopped after step {state.step} of {steps}{kept}")
+                    say(f"{self.description}: stopped after step {state.step} of {steps}{kept}")
                     break
         if stopped:
-            raise UserError(f"{description}: a signal ended it after step {state.step}")
+            raise UserError(f"{self.description}: a signal ended it after step {state.step}")
         module.eval()
         self.collect(prepared)
 
@@ -167,7 +167,7 @@ class TrainingLoop:
         key = f"distil {self.seed} {self.state.step} {self.accelerator.process_index}"
         torch.manual_seed(random.Random(key).getrandbits(63))
 
-    def _step(self, prepared: Prepared, parts: list[tuple], description: str, *, first: bool) -> dict[str, float]:
+    def _step(self, prepared: Prepared, parts: list[tuple], *, first: bool) -> dict[str, float]:
         """Take a step and return the losses of its batch. Raises UserError, without taking it, where they are not finite."""
         accelerator, optimizer = self.accelerator, prepared.optimizer
         reached: set[str] = set()
@@ -184,17 +184,17 @@ class TrainingLoop:
                 if accelerator.sync_gradients:
                     # Only now, and all at once: to look at a number is to wait for the device, which would have nothing to do.
                     figures = dict(zip(reduced, torch.stack(list(reduced.values())).tolist(), strict=True))
-                    self._check_finite(prepared, figures["loss"], "loss", description)
+                    self._check_finite(prepared, figures["loss"], "loss")
                     _check_gradients(learning, reached)
                     norm = accelerator.clip_grad_norm_(list(prepared.learning.values()), CLIP)
-                    self._check_finite(prepared, float(norm), "norm of the gradient", description)
+                    self._check_finite(prepared, float(norm), "norm of the gradient")
                 optimizer.step()
                 optimizer.zero_grad()
         for hook in hooks:
             hook.remove()
         return figures
 
-    def _check_finite(self, prepared: Prepared, value: float, name: str, description: str) -> None:
+    def _check_finite(self, prepared: Prepared, value: float, name: str) -> None:
         if math.isfinite(value):
             return
         wrapper: Any = self.accelerator.unwrap_model(prepared.module)
@@ -206,7 +206,7 @@ class TrainingLoop:
         if not why and stepped:
             why = "lower tune.learning_rate"
         why = why or f"nothing was learnt yet, so the model overflows in {both.student.dtype}"
-        raise UserError(f"{description}: the {name} is {value} at step {self.state.step + 1}; {why}")
+        raise UserError(f"{self.description}: the {name} is {value} at step {self.state.step + 1}; {why}")
 
     def track(self, record: dict[str, Any]) -> None:
         """Send a record of the log to the trackers."""
