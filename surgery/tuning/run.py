@@ -20,6 +20,7 @@ from surgery.tuning.micro_batches import MicroBatches
 from surgery.tuning.plateau import LossCurve, Plateau
 from surgery.tuning.state import Checkpoints, State
 from surgery.tuning.steps import AfterStep, Prepared, TrainingLoop, fitting
+from surgery.tuning.trackers import finish_trackers
 
 # Added to the run's: what is looked at are other examples than those that the grafts learn from.
 HELD_OUT_SEED = 20_011  # by early stopping
@@ -79,7 +80,7 @@ class TuningRun:
             self.state.done = True
             self.checkpoints.save(self.state)
         self.restore_best()
-        self.loop.finish()
+        finish_trackers(self.accelerator)
 
     def distil(self, after_step: AfterStep | None = None) -> None:
         """Train end to end. after_step: called after every step, instead of early stopping."""

@@ -31,7 +31,7 @@ from surgery.tuning.distil import Distillation
 from surgery.tuning.optimizer import cosine_schedule, falling_schedule, parameter_groups
 from surgery.tuning.shards import apart, collect, divided
 from surgery.tuning.state import Checkpoints, State
-from surgery.tuning.trackers import begin_trackers, finish_trackers
+from surgery.tuning.trackers import begin_trackers
 
 OUT_OF_MEMORY = ("not enough memory", "can't allocate memory")  # in RuntimeErrors: on a CPU there is no OutOfMemoryError
 WEIGHT_DECAY = 0.01  # of matrices and convolution filters (optimizer.py)
@@ -212,10 +212,6 @@ class TrainingLoop:
         """Send a record of the log to the trackers."""
         if self.accelerator.trackers:
             self.accelerator.log({name: value for name, value in record.items() if name != "step"}, step=record["step"])
-
-    def finish(self) -> None:
-        """Close the trackers."""
-        finish_trackers(self.accelerator)
 
 
 def _check(options: Tune, accelerator: Accelerator) -> None:
