@@ -1,6 +1,8 @@
-"""Before a job begins: are its inputs there?"""
+"""Before a job begins: are its inputs there, and do its sizes fit into memory?"""
 
-from transformers import PreTrainedTokenizerBase
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.choosing import check_way
 from surgery.choosing.windows import check_length, check_windows
@@ -12,14 +14,15 @@ from surgery.evaluation.serving import check_serving
 from surgery.evaluation.suites import OF_DATA, bench_seed, check_probes, measures, standard
 from surgery.evaluation.text_hits import check_hits
 from surgery.families import family_of
-from surgery.jobs.sizes import check_bench, check_tuning
 from surgery.loading.empty import load_empty
 from surgery.loading.opened import Checkpoint
 from surgery.locating.questions import asked, check_questions
 from surgery.probes.knowledge import Knowledge, Letters
 from surgery.probes.perplexity import TextWindows
-from surgery.records.recipe import Recipe
+from surgery.records.recipe import Bench, Recipe, Tune
 from surgery.records.site import Site
+from surgery.runtime.memory import capacity, size
+from surgery.runtime.processes import state
 from surgery.runtime.progress import busy, say
 from surgery.splicing.splice import adopt, check_sites, check_start
 from surgery.splicing.start import check_donor, layer_start
@@ -104,3 +107,27 @@ def _check_donor(recipe: Recipe, base: Checkpoint) -> None:
     check_donor(trial, donor)
     for site in trial.sites:
         layer_start(base.model, trial, donor, site.layer)
+
+
+def check_tuning(options: Tune, model: PreTrainedModel) -> None:
+    """Raise UserError where a process's share of a micro-batch of text cannot be held."""
+    rows = -(-options.text_batch_size // (options.gradient_accumulation_steps * state().num_processes))
+    _check_fits(model, "tune.text_batch_size, tune.text_tokens", rows, options.text_tokens)
+
+
+def check_bench(options: Bench, model: PreTrainedModel) -> None:
+    """Raise UserError where a window of text cannot be held."""
+    _check_fits(model, "bench.window", 1, options.window)
+
+
+def _check_fits(model: PreTrainedModel, names: str, rows: int, tokens: int) -> None:
+    """Raise UserError for sizes that cannot fit at all: before anything is allocated, and by the least that they take, the
+    states of all tokens that go through the model at once, in one layer. What passes may need more; --dry-run estimates it.
+    names: the settings that `rows` and `tokens` come from."""
+    embeddings: Any = model.get_input_embeddings()
+    least, most = rows * tokens * embeddings.weight.shape[-1] * model.dtype.itemsize, capacity(model.device)
+    if least > most:
+        raise UserError(
+            f"{names}: {rows:,} x {tokens:,} tokens at once have states of {size(least)} in one layer alone, and "
+            f"{model.device} has {size(most)} in all; choose smaller ones"
+        )

@@ -12,8 +12,7 @@ from surgery.exporting.source import base_of, holds_base, is_patch, present
 from surgery.exporting.verifications import check_way
 from surgery.jobs.opening import as_ranked, open_checkpoint
 from surgery.jobs.output_folder import begin, check_folder, is_empty, withdrawn_if_refused
-from surgery.jobs.preparing import name_texts
-from surgery.jobs.sizes import check_tuning
+from surgery.jobs.preparing import check_tuning, name_texts
 from surgery.jobs.stages import first_change
 from surgery.jobs.tuning_stage import steps_of, tuned
 from surgery.loading.digests import model_digest

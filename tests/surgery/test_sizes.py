@@ -3,8 +3,8 @@
 import pytest
 
 from surgery.errors import UserError
-from surgery.jobs import sizes
-from surgery.jobs.sizes import check_bench, check_tuning
+from surgery.jobs import preparing
+from surgery.jobs.preparing import check_bench, check_tuning
 from surgery.records.recipe import Bench, Recipe, Tune
 
 KIB = 2**10
@@ -13,7 +13,7 @@ KIB = 2**10
 @pytest.fixture
 def memory(monkeypatch):
     """Sets what the machine has."""
-    return lambda amount: monkeypatch.setattr(sizes, "capacity", lambda _: amount)
+    return lambda amount: monkeypatch.setattr(preparing, "capacity", lambda _: amount)
 
 
 def test_the_least_is_the_states_of_one_layer(base, memory):

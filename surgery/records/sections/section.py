@@ -14,7 +14,8 @@ from surgery.records.sections.gone import gone_of
 from surgery.runtime.keywords import alike
 
 # Upper bounds of settings, beyond what any machine does in its life: what asks for more is refused before it is begun. What a
-# machine cannot hold though it is within them depends on the model: jobs/sizes.py refuses it, and --dry-run estimates the rest.
+# machine cannot hold though it is within them depends on the model: jobs/preparing.py refuses it, and --dry-run estimates the
+# rest.
 MOST = 10**9  # of what costs nothing by its size: every so many steps, at most so many
 STEPS = 10**7
 EXAMPLES = 10**6  # questions are made before they are asked, and take a kilobyte or more each
