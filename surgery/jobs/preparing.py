@@ -85,10 +85,8 @@ def check_run(recipe: Recipe, base: Checkpoint) -> None:
     most, leading = (
         (layers * heads, 1 if options.grows else options.counted) if options.kind == "head" else (layers, options.layers)
     )
-    counts = {f"plan.{options.kind}s": leading} if options.sites is None else {}
-    for name, count in counts.items():
-        if count > most:
-            raise UserError(f"{name}: the model has {most} {options.kind}s, and {count} are to be grafted")
+    if options.sites is None and leading > most:
+        raise UserError(f"plan.{options.kind}s: the model has {most} {options.kind}s, and {leading} are to be grafted")
     check_sites(base.model, options.sites or ())
     if options.state_size is not None:
         check_size(adopt(base.model), options.state_size, base.name)
