@@ -2,7 +2,6 @@
 
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from surgery.errors import UserError
 from surgery.exporting.export import check_space, export
@@ -90,31 +89,20 @@ def tune_hybrid(
     if resume and on_main(partial(_holds, out, model_digest(loaded.model))):
         say(f"nothing has changed, and everything is finished: {out} holds the tuned hybrid")
         return log
+
+    def write() -> None:
+        try:
+            export(
+                loaded.model, out, tokenizer=loaded.tokenizer, plan=plan, base=base_name, recipe=recipe, verify=verify,
+            )  # fmt: skip
+        except UserError as error:  # the tuning is not lost
+            raise UserError(
+                f"{error} (what was tuned is kept in {work}: the same command with --resume goes on from there)"
+            ) from error
+
     with busy("exporting, and comparing the reloaded model with the live one"):
-        on_main(
-            partial(
-                _export,
-                work,
-                loaded.model,
-                out,
-                tokenizer=loaded.tokenizer,
-                plan=plan,
-                base=base_name,
-                recipe=recipe,
-                verify=verify,
-            )
-        )
+        on_main(write)
     return log
-
-
-def _export(work: Path, *arguments: Any, **options: Any) -> None:
-    """As export(). Adds to its error that the tuning is not lost: its last state lies in `work`."""
-    try:
-        export(*arguments, **options)
-    except UserError as error:
-        raise UserError(
-            f"{error} (what was tuned is kept in {work}: the same command with --resume goes on from there)"
-        ) from error
 
 
 def _check_folders(out: Path, work: Path, *, resume: bool, overwrite: bool) -> None:
