@@ -268,9 +268,5 @@ def _located(ranking: Ranking) -> Located | None:
 def _csv(log: Log) -> str:
     """One line a record; what one of them does not have is left empty."""
     names = dict.fromkeys(name for record in log for name in record)
-    lines = [names, *([_figure(record.get(name, "")) for name in names] for record in log)]
+    lines = [names, *([f"{record[name]:g}" if name in record else "" for name in names] for record in log)]
     return "".join(",".join(line) + "\n" for line in lines)
-
-
-def _figure(value: float | str) -> str:
-    return value if isinstance(value, str) else f"{value:g}"
