@@ -256,18 +256,13 @@ def _has_no(text: Text, *options: str) -> None:
 def _json_lines(text: Text) -> list[Any]:
     documents = []
     for number, entry in parse_json_lines(read_text(text.source, "the documents in"), text.source, any_text=True):
-        documents.append(_entry(text, number, entry))
+        if not isinstance(entry, dict):
+            raise UserError(f"{text.source}, line {number}: needs an object with a column '{text.column}'")
+        _has_column(text, list(entry), f"line {number}")
+        documents.append(entry[text.column])
     if not documents:
         raise UserError(f"{text.source} holds no documents")
     return documents
-
-
-def _entry(text: Text, number: int, entry: Any) -> Any:
-    """The document in a line of a JSON-lines file."""
-    if not isinstance(entry, dict):
-        raise UserError(f"{text.source}, line {number}: needs an object with a column '{text.column}'")
-    _has_column(text, list(entry), f"line {number}")
-    return entry[text.column]
 
 
 def _open_dataset(text: Text, reading: Reading) -> Source:
