@@ -59,9 +59,9 @@ def is_trained(module: nn.Module) -> bool:
     return any(p.requires_grad for p in module.parameters())
 
 
-def same_tensors_and_type(ours: nn.Module, theirs: nn.Module | None) -> bool:
+def same_tensors_and_type(ours: nn.Module, theirs: nn.Module) -> bool:
     """Whether a module of the student and one of the teacher compute the same, now and after training."""
-    if type(ours) is not type(theirs) or theirs is None or is_trained(ours):
+    if type(ours) is not type(theirs) or is_trained(ours):
         return False
     return same_tensors(ours, theirs) and _windows(ours) == _windows(theirs)
 
