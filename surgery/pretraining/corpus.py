@@ -133,8 +133,6 @@ def _make(options: CorpusOptions, sides: dict[str, list[Path]], digest: str, fol
             tokenizer: Any = wrapped(byte_level_bpe(texts, options.vocabulary))
     else:
         tokenizer = load_tokenizer(options.tokenizer)
-    if tokenizer.eos_token_id is None:
-        raise UserError(f"corpus.tokenizer: {options.tokenizer} has no token that ends a text (eos_token)")
     with tokenizers_errors():
         without_code(tokenizer).save_pretrained(folder)
     dtype = "uint16" if len(tokenizer) <= 2**16 else "uint32"
