@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from surgery.errors import UserError
+from surgery.hybrids.patching import hooked
 from surgery.records.site import Site
 from surgery.tuning.sequences import IGNORE
 
@@ -38,12 +39,8 @@ def looks(model: Any, ids: Tensor, gather: Site, aggregate: Site) -> tuple[Tenso
     def keep(mixer: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
         entering[mixer] = given[0] if given else named["hidden_states"]
 
-    hooks = [mixer.register_forward_pre_hook(keep, with_kwargs=True) for mixer in mixers if mixer is not None]
-    try:
+    with hooked(lambda: [mixer.register_forward_pre_hook(keep, with_kwargs=True) for mixer in mixers if mixer is not None]):
         output = model.base_model(input_ids=ids, use_cache=False, output_attentions=None in mixers)
-    finally:
-        for hook in hooks:
-            hook.remove()
     gathered, aggregated = (
         _weights(output.attentions, head, ids.shape[1]) if mixer is None else _shares(mixer, entering[mixer], head)
         for head, mixer in zip(heads, mixers, strict=True)

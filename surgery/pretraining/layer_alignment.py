@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from surgery.errors import UserError
+from surgery.hybrids.patching import hooked
 from surgery.runtime.progress import Track
 from surgery.tuning.optimizer import cosine_schedule
 
@@ -61,12 +62,9 @@ def attention_states(teacher: Any, ids: Tensor) -> list[tuple[Tensor, Tensor]]:
     def note(module: Any, args: tuple, kwargs: dict, output: Any) -> None:
         states.append((kwargs["hidden_states"] if "hidden_states" in kwargs else args[0], output[0]))
 
-    hooks = [block.self_attn.register_forward_hook(note, with_kwargs=True) for block in teacher.base_model.layers]
-    try:
+    blocks = teacher.base_model.layers
+    with hooked(lambda: [block.self_attn.register_forward_hook(note, with_kwargs=True) for block in blocks]):
         teacher.base_model(input_ids=ids, use_cache=False)
-    finally:
-        for hook in hooks:
-            hook.remove()
     return states
 
 

@@ -22,7 +22,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from surgery.errors import UserError
-from surgery.hybrids.patching import note_of, set_note
+from surgery.hybrids.patching import hooked, note_of, set_note
 from surgery.models.quantised import has_quantised_weight
 from surgery.records.recipe import Lora
 from surgery.records.record import write_text
@@ -168,12 +168,9 @@ def table(model: PreTrainedModel, matched: list[Match]) -> list[str]:
 def _modules_called(model: PreTrainedModel) -> set[str]:
     """The names of the modules that a forward calls."""
     in_use: set[str] = set()
-    hooks = [module.register_forward_hook(lambda *_, name=name: in_use.add(name)) for name, module in model.named_modules()]
-    try:
+    modules = model.named_modules()
+    with hooked(lambda: [m.register_forward_hook(lambda *_, name=name: in_use.add(name)) for name, m in modules]):
         model.base_model(input_ids=torch.zeros(1, 2, dtype=torch.long, device=model.device), use_cache=False)
-    finally:
-        for hook in hooks:
-            hook.remove()
     return in_use
 
 

@@ -13,6 +13,7 @@ from surgery.choosing.task import Most
 from surgery.evaluation.contexts import readable
 from surgery.evaluation.speed import ROUNDS, decode_forwards
 from surgery.evaluation.suites import TABLE, Task, measures, standard, tasks
+from surgery.hybrids.patching import hooked
 from surgery.locating.questions import asked
 from surgery.models.answers import LENGTHS
 from surgery.models.pace import Work
@@ -163,12 +164,8 @@ def _tried(task: Task, model: PreTrainedModel) -> Work:
         ids: Any = kwargs.get("input_ids", args[0] if args else None)
         shapes.append((len(ids), ids.shape[1]))
 
-    handle = model.register_forward_pre_hook(note, with_kwargs=True)
-    try:
-        with torch.no_grad():
-            task.measure(model)
-    finally:
-        handle.remove()
+    with torch.no_grad(), hooked(lambda: [model.register_forward_pre_hook(note, with_kwargs=True)]):
+        task.measure(model)
     return Work.of(shapes)
 
 
