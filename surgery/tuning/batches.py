@@ -76,7 +76,7 @@ def loaders(
         lesson_loader = DataLoader(nothing, batch_size=size, collate_fn=_no_lesson)
     if not (size := options.text_batch_size):
         empty: Any = range(start * options.batch_size, steps * options.batch_size)  # as many batches, divided in the same way
-        return lesson_loader, DataLoader(empty, batch_size=options.batch_size, collate_fn=_no_text)
+        return lesson_loader, DataLoader(empty, batch_size=options.batch_size, collate_fn=lambda _: None)
     packing: Any = pad_packed
     renaming = None
     if options.hit_weight:
@@ -211,10 +211,6 @@ class Rows(Dataset[list[list[int]]]):
     def _length(self, source: int, index: int) -> int:
         known = self.sources[source].full_length
         return self.options.text_tokens if known else len(self.sources[source].excerpt(index))
-
-
-def _no_text(_: list[int]) -> None:
-    return None
 
 
 def _no_lesson(indices: list[int]) -> tuple[Tensor, Tensor]:

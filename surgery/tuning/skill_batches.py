@@ -40,13 +40,9 @@ def skill_loader(
     steps = range(start * size, options.most_steps * size)
     if not (skills and options.skill_weight):
         nothing: Any = steps
-        return DataLoader(nothing, batch_size=size, collate_fn=_nothing)
+        return DataLoader(nothing, batch_size=size, collate_fn=lambda _: None)
     prompts = Subset(SkillPrompts(skills, tokenizer, options, data, seed), steps)
     return DataLoader(prompts, batch_size=size, collate_fn=partial(_collated, tokenizer))
-
-
-def _nothing(_: list[int]) -> None:
-    return None
 
 
 def _collated(tokenizer: PreTrainedTokenizerBase, sequences: list[list[Piece]]) -> tuple[Tensor, Tensor, Tensor]:
