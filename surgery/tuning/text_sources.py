@@ -146,7 +146,7 @@ class TextFolder:
         rng = self.reading.rng("window", index)
         for _ in range(TRIES):
             (path,) = rng.choices(self.paths, cum_weights=self._sizes)
-            text = self._text(path)
+            text = read_text(path, "the text in")
             border = len(text) - len(text) // HELD_OUT
             part = text[border:] if self.reading.held_out else text[:border]
             if part and not part.isspace():
@@ -154,15 +154,11 @@ class TextFolder:
         raise UserError(f"{self.name} holds no text {self.reading.side}: a sixteenth of each file is held out")
 
     def texts(self, documents: int) -> Iterable[str]:
-        return map(self._text, self.paths)
+        return (read_text(path, "the text in") for path in self.paths)
 
     @cached_property
     def _sizes(self) -> list[int]:
         return list(accumulate(max(1, check_plain(path, "the text in")) for path in self.paths))
-
-    @staticmethod
-    def _text(path: Path) -> str:
-        return read_text(path, "the text in")
 
 
 @dataclass(frozen=True)
