@@ -48,7 +48,9 @@ def beside_the_steps(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, a_step:
 
 
 def plans_measured(recipe: Recipe, heads: int) -> Most:
-    """What plan.heads=auto and plan.by measure, at most, in a model of so many heads."""
+    """What plan.heads=auto and plan.by measure, at most, in a model of so many heads; nothing where they do not measure."""
+    if not recipe.plan.measures:
+        return Most(0)
     return way_of(recipe.plan.by).most(recipe.plan, heads, bool(skills_of_planning(recipe)))
 
 
@@ -80,7 +82,7 @@ def planning(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, heads: int) -> 
         _, questions_of = asked(tokenizer, recipe.locate.probe, recipe.locate.options)
         each: Sequence[Asked] = questions_of(max(2, options.auto.examples), recipe.seed)
         shapes = answer_shapes(tokenizer, each, recipe.locate.batch_size)  # type: ignore[arg-type]
-        most = plans_measured(recipe, heads) if options.measures else Most(0)
+        most = plans_measured(recipe, heads)
         work += Work.of(shapes) * most.asked
         shapes += [(TEXTS, recipe.tune.text_tokens)] * -(-options.auto.windows // TEXTS)
         skills, n = skills_of_planning(recipe), options.auto.skill_examples

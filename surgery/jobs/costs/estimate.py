@@ -15,7 +15,6 @@ import psutil
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from surgery.choosing.task import Most
 from surgery.errors import UserError
 from surgery.exporting.verifications import check_way
 from surgery.exporting.verify import NEW_BY_LAYERS, chosen, whole_size
@@ -247,7 +246,7 @@ class Costs(StageCosts):
         work = counts.planning(self.recipe, self.tokenizer, self.depth * self.heads)
         self.settings["plan"] = {"locate.batch_size": self.recipe.locate.batch_size}, SMALLER
         measures = self.recipe.plan.measures
-        most = counts.plans_measured(self.recipe, self.depth * self.heads) if measures else Most(0)
+        most = counts.plans_measured(self.recipe, self.depth * self.heads)
         does = {"plans measured": most.plans + most.asked} if measures else {}
         seconds, held = self.forward.time(work), self.forward.memory(work.largest)
         auto = self.recipe.plan.auto
