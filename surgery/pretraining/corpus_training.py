@@ -34,7 +34,6 @@ from surgery.tuning.optimizer import parameter_groups, steady_schedule
 from surgery.tuning.renaming import Renaming
 from surgery.tuning.state import Checkpoints, State
 
-STAGE = "pretrain"
 CLIP = 1.0  # the largest norm of the gradient
 LOG_STEPS = 50  # between two records of the log
 PACE = 20  # steps over which the speed is taken
@@ -170,7 +169,7 @@ def _most_steps(recipe: PretrainRecipe, state: State, work: Path, *, finish: boo
 
 def _seed(seed: int, step: int) -> None:
     """Seed torch by the step alone, so that a resumed training draws the same random numbers."""
-    torch.manual_seed(random.Random(f"{STAGE} {seed} {step}").getrandbits(63))
+    torch.manual_seed(random.Random(f"pretrain {seed} {step}").getrandbits(63))
 
 
 def _loss(model: Any, rows: Tensor) -> Tensor:
