@@ -68,8 +68,21 @@ class Chosen:
         return {CHOSEN: self.text(), LOOK: self.seen.text()} if self.seen is not None else {}
 
     def text(self) -> str:
-        """The recipe, a line and its reason for each choice."""
-        return _written(self.choices, self.settings)
+        """The recipe as YAML, a line and its reason for each setting."""
+        plain = _tree(self.choices)
+        reasons = {choice.key: choice.why for choice in self.choices}
+        lines = [HEAD.format(model=display_name(str(plain["model"])))]
+        for section, content in with_settings(plain, self.settings).items():
+            inner = content if isinstance(content, dict) else {"": content}
+            if isinstance(content, dict):
+                lines.append(f"{section}:\n")
+            before = plain.get(section, {})
+            for name, value in inner.items():
+                same = (before.get(name) if name and isinstance(before, dict) else before) == value
+                why = reasons.get(f"{section}.{name}" if name else section, "") if same else "by --set"
+                shown = yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("\n").removesuffix("\n...")
+                lines.append(f"{f'  {name}' if name else section}: {shown}{f'  # {why}' if why else ''}\n")
+        return "".join(lines)
 
 
 def chosen_for(
@@ -242,21 +255,3 @@ def _tree(choices: Sequence[Choice]) -> dict[str, Any]:
         else:
             tree[section] = value
     return tree
-
-
-def _written(choices: Sequence[Choice], settings: Sequence[str]) -> str:
-    """As YAML: a line for each setting."""
-    plain = _tree(choices)
-    reasons = {choice.key: choice.why for choice in choices}
-    lines = [HEAD.format(model=display_name(str(plain["model"])))]
-    for section, content in with_settings(plain, settings).items():
-        inner = content if isinstance(content, dict) else {"": content}
-        if isinstance(content, dict):
-            lines.append(f"{section}:\n")
-        before = plain.get(section, {})
-        for name, value in inner.items():
-            same = (before.get(name) if name and isinstance(before, dict) else before) == value
-            why = reasons.get(f"{section}.{name}" if name else section, "") if same else "by --set"
-            shown = yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("\n").removesuffix("\n...")
-            lines.append(f"{f'  {name}' if name else section}: {shown}{f'  # {why}' if why else ''}\n")
-    return "".join(lines)
