@@ -23,7 +23,7 @@ from surgery.errors import UserError
 from surgery.pretraining.chunked_entropy import mean_cross_entropy
 from surgery.pretraining.corpus import Corpus, Windows, spread
 from surgery.pretraining.corpus_measuring import RARE
-from surgery.pretraining.finite_loss import checked_loss
+from surgery.pretraining.training import checked_loss
 from surgery.probes.hits import NONE, seen_before
 from surgery.probes.perplexity import token_losses
 from surgery.records.pretrain_recipe import OF_THE_WORLD, CorpusOptions, PretrainRecipe

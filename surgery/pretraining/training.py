@@ -1,5 +1,6 @@
 """Trains a model on the small world, from scratch: first retrieval by itself, then everything at once."""
 
+import math
 import random
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from surgery.pretraining.finite_loss import checked_loss
+from surgery.errors import UserError
 from surgery.pretraining.hints import hint_loss, looks
 from surgery.pretraining.lessons import Progress, dictionaries, lesson
 from surgery.pretraining.measuring import measured_probes
@@ -73,6 +74,14 @@ def train(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, recipe: Pr
         if (number + 1) % 500 == 0:
             say(f"step {number + 1}: {_glance(model, tokenizer)}")
     return log
+
+
+def checked_loss(loss: float, step: int) -> float:
+    """The loss of a step. Raises UserError where it is not finite: that ends a training at once, and not when its model is
+    measured."""
+    if not math.isfinite(loss):
+        raise UserError(f"pretrain: the loss is {loss} at step {step:,}; lower learning_rate, or raise warmup_steps")
+    return loss
 
 
 def _loss(model: Any, ids: Tensor, targets: Tensor, layers: int | None = None) -> Tensor:
