@@ -12,7 +12,6 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
 from surgery.probes.hits import PairCounts
-from surgery.probes.skills import skills_of
 from surgery.records.recipe import Data, Tune
 from surgery.tuning.batches import loaders
 from surgery.tuning.distil import Batch, Distillation, counted
@@ -79,10 +78,9 @@ class MicroBatches:
         return [self.split((name, i), batch) for i, batch in enumerate(self._batches(few, seed, 0))]
 
     def _batches(self, options: Tune, seed: int, start: int) -> Iterator[Batch]:
-        skills = skills_of(self.data, (lesson.probe for lesson in options.lessons))
         all_three: list[DataLoader] = [
             *loaders(self.tokenizer, options, self.data, seed, start, self._pairs),
-            skill_loader(skills, self.tokenizer, options, self.data, seed, start),
+            skill_loader(self.tokenizer, options, self.data, seed, start),
         ]
         return zip(*map(self.accelerator.prepare_data_loader, all_three), strict=False)
 

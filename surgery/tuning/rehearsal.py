@@ -15,7 +15,6 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.models.pace import Pace, Piece, Work, measured, paced
-from surgery.probes.skills import skills_of
 from surgery.records.recipe import Data, Tune
 from surgery.runtime.processes import gather, state
 from surgery.runtime.timing import Stopwatch, peak_bytes
@@ -159,8 +158,7 @@ def _batches(
     sizes = {size: min(getattr(options, size), ROWS) for size in SIZES}
     few = options.model_copy(update={"steps": steps, **sizes})
     more = [getattr(options, size) / max(1, rows) for size, rows in sizes.items()]
-    skills = skills_of(data, (lesson.probe for lesson in options.lessons))
-    parts = (*loaders(tokenizer, few, data, seed, 0), skill_loader(skills, tokenizer, few, data, seed, 0))
+    parts = (*loaders(tokenizer, few, data, seed, 0), skill_loader(tokenizer, few, data, seed, 0))
     batches = list(islice(zip(*parts, strict=False), steps))
     text = [each for _, each, _ in batches if each is not None]
     counts = [

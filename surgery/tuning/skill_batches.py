@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset
 from transformers import PreTrainedTokenizerBase
 
-from surgery.probes.skills import skill_questions
+from surgery.probes.skills import skill_questions, skills_of
 from surgery.records.recipe import Data, Skill, Tune
 from surgery.tuning.sequences import IGNORE, Piece, collate, question_pieces
 
@@ -31,11 +31,10 @@ class SkillPrompts(Dataset[list[Piece]]):
         return question_pieces(question)
 
 
-def skill_loader(
-    skills: Sequence[Skill], tokenizer: PreTrainedTokenizerBase, options: Tune, data: Data, seed: int, start: int
-) -> DataLoader:
+def skill_loader(tokenizer: PreTrainedTokenizerBase, options: Tune, data: Data, seed: int, start: int) -> DataLoader:
     """Batches from step `start` on: (ids, answers, positions), all (b, t). answers: which positions predict a token of an
     answer. None where there are no skills, or they have no weight."""
+    skills = skills_of(data, [lesson.probe for lesson in options.lessons])
     size = options.skill_batch_size
     steps = range(start * size, options.most_steps * size)
     if not (skills and options.skill_weight):

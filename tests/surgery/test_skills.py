@@ -106,10 +106,8 @@ def test_a_skill_that_is_kept(n, lost, gained):
 
 
 def test_the_batches_of_skills(tokenizer):
-    skills = skills_of(Data(), {"kv"})
-
     def batches(start=0, **changes):
-        return list(skill_loader(skills, tokenizer, SHORT.model_copy(update=changes), Data(), 3, start))
+        return list(skill_loader(tokenizer, SHORT.model_copy(update=changes), Data(), 3, start))
 
     first, second = batches()
     assert len(batches(1)) == 1
@@ -125,7 +123,7 @@ def test_the_batches_of_skills(tokenizer):
         (answer,) = tokens[1:][asked[:-1]].tolist()
         assert (answer in letters) == (row % 2 == 0)  # the skills take turns
     assert batches(skill_weight=0.0) == [None, None]
-    assert list(skill_loader((), tokenizer, SHORT, Data(), 3, 0)) == [None, None]
+    assert list(skill_loader(tokenizer, SHORT, Data(skills=[]), 3, 0)) == [None, None]
 
 
 @pytest.mark.parametrize(("probe", "kind"), [("letters", Letters), ("knowledge", Knowledge)])
@@ -150,7 +148,7 @@ def spliced(vocabulary: int):
 def test_the_loss_on_skills_is_the_divergence_at_the_answers(tokenizer):
     base, hybrid = spliced(len(tokenizer))
     (lesson, *_), (text, *_) = (list(loader) for loader in loaders(tokenizer, SHORT, Data(), 0, 0))
-    skills = next(iter(skill_loader(skills_of(Data(), {"kv"}), tokenizer, SHORT, Data(), 0, 0)))
+    skills = next(iter(skill_loader(tokenizer, SHORT, Data(), 0, 0)))
     ids, answers, _ = skills
     with training(hybrid, trainable(hybrid, None)) as trained:
         module = Distillation(hybrid, adopt(base), kl_weight=2.0, skill_weight=3.0)
@@ -187,7 +185,8 @@ def test_two_processes_and_micro_batches_have_the_same_loss(parts, tokenizer):
     """Also where a process, or a part, has fewer questions than others."""
     base, hybrid = spliced(len(tokenizer))
     (lesson, *_), (text, *_) = (list(loader) for loader in loaders(tokenizer, SHORT, Data(), 0, 0))
-    skills = next(iter(skill_loader(LETTERS, tokenizer, SHORT.model_copy(update={"skill_batch_size": 3}), Data(), 0, 0)))
+    few = SHORT.model_copy(update={"skill_batch_size": 3})
+    skills = next(iter(skill_loader(tokenizer, few, Data(skills="letters"), 0, 0)))
     with training(hybrid, trainable(hybrid, None)):
         module = Distillation(hybrid, adopt(base), skill_weight=2.0)
         whole = module(*lesson, text, skills=skills)
