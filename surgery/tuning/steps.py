@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -172,7 +171,7 @@ class TrainingLoop:
         accelerator, optimizer = self.accelerator, prepared.optimizer
         reached: set[str] = set()
         learning = prepared.learning if first else {}
-        hooks = [p.register_hook(partial(_note, reached, name)) for name, p in learning.items()]
+        hooks = [p.register_hook(lambda _, name=name: reached.add(name)) for name, p in learning.items()]
         losses: dict[str, Tensor] = {}
         for part in parts:
             with accelerator.accumulate(prepared.module):
@@ -252,10 +251,6 @@ def fitting(description: str) -> Iterator[None]:
             f"{description}: a batch does not fit into memory; lower tune.batch_size or tune.text_batch_size, or set "
             f"tune.gradient_accumulation_steps, tune.gradient_checkpointing=true or tune.mixed_precision=bf16"
         ) from error
-
-
-def _note(reached: set[str], name: str, _: Tensor) -> None:
-    reached.add(name)
 
 
 def _check_gradients(learning: dict[str, nn.Parameter], reached: set[str]) -> None:
