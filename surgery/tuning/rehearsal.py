@@ -70,7 +70,7 @@ class TuningProfile:
         rows = []
         for cost in self.costs:
             bytes_of = [asdict(cost)[name] for name in names]
-            sizes = [_megabytes(size) for size in (*bytes_of, sum(bytes_of))]
+            sizes = [f"{size / 1e6:,.1f} MB" for size in (*bytes_of, sum(bytes_of))]
             rows.append([cost.device, f"{cost.seconds:.3g} s", _duration(cost.seconds * self.steps), *sizes])
         return ["device", "a step", f"{self.steps} steps", *names, "in all"], rows
 
@@ -166,10 +166,6 @@ def _batches(
         for batch in batches
     ]  # fmt: skip
     return counts, padding_share(text) if text else None
-
-
-def _megabytes(size: int) -> str:
-    return f"{size / 1e6:,.1f} MB"
 
 
 def _duration(seconds: float) -> str:
