@@ -79,12 +79,11 @@ def _outdated(ranking: Ranking, recipe: Recipe, subject: Subject) -> str | None:
     earlier, now = dict(ranking.provenance.recipe or {}), strip_paths(recipe.model_dump(mode="json"))
     if "locate" in earlier:  # with what older versions did not have
         earlier["locate"] = Locate.model_validate(earlier["locate"]).model_dump(mode="json")
-    for section in ("seed", "kernels", "locate"):
-        if (difference := first_difference(earlier.get(section), now[section], section)) is not None:
+    compared = [(earlier.get(section), now[section], section) for section in ("seed", "kernels", "locate")]
+    compared.append((earlier.get("data", {}).get("skills"), now["data"]["skills"], "data.skills"))
+    for before, after, name in compared:
+        if (difference := first_difference(before, after, name)) is not None:
             return f"{difference[0]} ({shown(difference[1])})"
-    before, after = (settings.get("data", {}).get("skills") for settings in (earlier, now))
-    if (difference := first_difference(before, after, "data.skills")) is not None:
-        return f"{difference[0]} ({shown(difference[1])})"
     if ranking.conditions is None:
         return "version"
     if (other := ranking.conditions.differs(subject.conditions)) is not None:
