@@ -64,8 +64,7 @@ def tune(
     if data is None:
         say_of_the_world(tokenizer, "tune")
     # Every step seeds torch's generator; afterwards the caller goes on with his own numbers.
-    device = getattr(hybrid, "device", None)
-    devices = [device] if device is not None and device.type == "cuda" else []
+    devices = [hybrid.device] if hybrid.device.type == "cuda" else []
     with starting as run, torch.random.fork_rng(devices=devices):
         run.finish()
     return run.state.log
