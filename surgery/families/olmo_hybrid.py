@@ -6,7 +6,4 @@ from surgery.families.delta_start import SeparateDeltaFamily
 from surgery.hybrids.gated_delta import SeparateDeltaMixer
 from surgery.hybrids.stock_hybrid import stock_hybrid
 
-OlmoHybridHybridForCausalLM = stock_hybrid(OlmoHybridForCausalLM, OlmoHybridGatedDeltaNet, SeparateDeltaMixer)
-OlmoHybridHybridConfig = OlmoHybridHybridForCausalLM.config_class
-
-FAMILY = SeparateDeltaFamily(OlmoHybridHybridForCausalLM)
+FAMILY = SeparateDeltaFamily(stock_hybrid(OlmoHybridForCausalLM, OlmoHybridGatedDeltaNet, SeparateDeltaMixer))

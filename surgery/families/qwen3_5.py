@@ -6,7 +6,4 @@ from surgery.families.delta_start import SplitDeltaFamily
 from surgery.hybrids.gated_delta import SplitDeltaMixer
 from surgery.hybrids.stock_hybrid import stock_hybrid
 
-Qwen3_5HybridForCausalLM = stock_hybrid(Qwen3_5ForCausalLM, Qwen3_5GatedDeltaNet, SplitDeltaMixer)
-Qwen3_5HybridConfig = Qwen3_5HybridForCausalLM.config_class
-
-FAMILY = SplitDeltaFamily(Qwen3_5HybridForCausalLM)
+FAMILY = SplitDeltaFamily(stock_hybrid(Qwen3_5ForCausalLM, Qwen3_5GatedDeltaNet, SplitDeltaMixer))

@@ -6,7 +6,4 @@ from surgery.families.delta_start import FusedDeltaFamily
 from surgery.hybrids.gated_delta import FusedDeltaMixer
 from surgery.hybrids.stock_hybrid import stock_hybrid
 
-Qwen3NextHybridForCausalLM = stock_hybrid(Qwen3NextForCausalLM, Qwen3NextGatedDeltaNet, FusedDeltaMixer)
-Qwen3NextHybridConfig = Qwen3NextHybridForCausalLM.config_class
-
-FAMILY = FusedDeltaFamily(Qwen3NextHybridForCausalLM)
+FAMILY = FusedDeltaFamily(stock_hybrid(Qwen3NextForCausalLM, Qwen3NextGatedDeltaNet, FusedDeltaMixer))
