@@ -22,8 +22,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from surgery.errors import UserError
 from surgery.families import families
 from surgery.kernels.operations import operations
-from surgery.models.answers import bytes_of, named_values, settle, tensor_digest
-from surgery.models.quantised import scales
+from surgery.models.answers import bytes_of, named_values, scales, settle, tensor_digest
+from surgery.models.quantised import exact, is_quantised
 from surgery.records.record import OPTIONAL, Record, code_digest, environment
 
 LONGEST_HEADER = 10**8  # bytes of a safetensors file; the library reads no longer one
@@ -141,8 +141,10 @@ def fingerprint(model: PreTrainedModel, dtype: str = "auto") -> str:
 
 def _begun_fingerprint(model: PreTrainedModel) -> Any:
     total = hashlib.sha256()
-    for name, scale in sorted(scales(model).items()):
-        total.update(f"{name} {tensor_digest(scale)} ".encode())
+    if is_quantised(model):
+        exact(model)
+        for name, scale in sorted(scales(model).items()):
+            total.update(f"{name} {tensor_digest(scale)} ".encode())
     return total
 
 

@@ -53,16 +53,6 @@ def exact(model: PreTrainedModel) -> None:
             raise UserError("this 4-bit model has run on a CPU, where bitsandbytes changed its scales; load it once more")
 
 
-def scales(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The tensors that a quantised model's folder holds beside parameters and buffers, by name; none for other models."""
-    if not is_quantised(model):
-        return {}
-    exact(model)
-    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-    known = {name for name, _ in named}
-    return {name: tensor for name, tensor in model.state_dict().items() if name not in known}
-
-
 def note(source: Any, target: Any, kept: list[str]) -> None:
     """Mark a model that uses the modules of a quantised one as quantised. kept: names of its modules that are not quantised."""
     for name in NOTES:
