@@ -16,6 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from surgery.errors import UserError
+from surgery.hybrids.patching import hooked
 from surgery.runtime.processes import state
 
 
@@ -61,11 +62,8 @@ def watching_logits(model: PreTrainedModel) -> Iterator[None]:
     def check(_: nn.Module, __: Any, returned: Any) -> None:
         checked(returned.logits.amax(-1), "the logits")  # one pass: a NaN is the largest, and a single -inf is allowed
 
-    handle = model.register_forward_hook(check)
-    try:
+    with hooked(lambda: [model.register_forward_hook(check)]):
         yield
-    finally:
-        handle.remove()
 
 
 def broken_weight(model: nn.Module, besides: Sequence[str] = ()) -> str:
@@ -102,11 +100,7 @@ def _first_output(model: nn.Module, rows: Sequence[Sequence[int]] | Tensor | Non
             first.append(f"first in what '{names[module]}' puts out, in {str(values.dtype).removeprefix('torch.')}")
 
     names = {module: name for name, module in model.named_modules() if name}
-    handles = [module.register_forward_hook(note) for module in names]
-    try:
-        device = next((p.device for p in model.parameters() if not p.is_meta), None)
+    device = next((p.device for p in model.parameters() if not p.is_meta), None)
+    with hooked(lambda: [module.register_forward_hook(note) for module in names]):
         model(input_ids=ids.to(device), use_cache=False)
-    finally:
-        for handle in handles:
-            handle.remove()
     return "".join(first)

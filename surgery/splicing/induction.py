@@ -34,6 +34,7 @@ from surgery.errors import UserError
 from surgery.families import families, family_of
 from surgery.families.dual_start import generator
 from surgery.hybrids.dual import DualMixer
+from surgery.hybrids.patching import hooked
 from surgery.models.anatomy import mixer_at
 from surgery.models.offloaded import device_of, fetched
 from surgery.models.quantised import dense
@@ -98,16 +99,13 @@ def _inputs(base: PreTrainedModel, plan: Plan, modules: Sequence[Any]) -> list[T
         hidden = args[0] if args else kwargs["hidden_states"]
         kept[number].append(hidden[:, 0].float().cpu())
 
+    def listening() -> list[Any]:
+        return [module.register_forward_pre_hook(partial(keep, i), with_kwargs=True) for i, module in enumerate(modules)]
+
     device = device_of(embeddings, embeddings.weight)
-    handles = [
-        module.register_forward_pre_hook(partial(keep, number), with_kwargs=True) for number, module in enumerate(modules)
-    ]
-    try:
+    with hooked(listening):
         for part in _tokens(base, plan).split(ROWS):
             base.base_model(input_ids=part[:, None].to(device), use_cache=False)
-    finally:
-        for handle in handles:
-            handle.remove()
     return [torch.cat(parts) for parts in kept]
 
 
