@@ -70,7 +70,7 @@ def open_folder(folder: Path, dtype: torch.dtype | None, device: str, trust_remo
     (DISK), or several do (BALANCED), it lies there; else on the CPU. Whatever a damaged file raises is raised."""
     if not is_original(config := content_of(folder / "config.json")):
         return _load_transformers(folder, dtype, device, trust_remote_code)
-    _check_depth(folder, config.get("n_layer"))
+    check_depth(folder / "config.json", config.get("n_layer"))
     model = load_original(folder, config, dtype)
     return mapped(model, lambda: load_original(folder, config, dtype).state_dict()) if device == DISK else model
 
@@ -103,15 +103,16 @@ def tokenizer_source(folder: Path) -> Path | str:
     raise UserError(f"{folder} holds no tokenizer: say where one is (tokenizer: in a recipe, or --set tokenizer=...)")
 
 
-def _check_depth(folder: Path, layers: Any) -> None:
-    """Raise UserError for more layers than any model has: each would be made before its weights are looked for."""
+def check_depth(what: str | Path, layers: Any) -> None:
+    """Raise UserError for more layers than any model has: each would be made before its weights are looked for. what: says so,
+    for the message."""
     if isinstance(layers, int) and layers > MOST_LAYERS:
-        raise UserError(f"{folder / 'config.json'}: a model of {shown(layers, 20)} layers; at most {MOST_LAYERS:,} are made")
+        raise UserError(f"{what}: a model of {shown(layers, 20)} layers; at most {MOST_LAYERS:,} are made")
 
 
 def _load_transformers(folder: Path, dtype: torch.dtype | None, device: str, trust_remote_code: bool) -> PreTrainedModel:
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    _check_depth(folder, getattr(config, "num_hidden_layers", None))
+    check_depth(folder / "config.json", getattr(config, "num_hidden_layers", None))
     if config.model_type in families():  # another one cannot be grafted, but located in, measured, or a donor
         family_of(config).check(config)
     loaded: Any = AutoModelForCausalLM.from_pretrained(

@@ -9,7 +9,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTr
 
 from surgery.errors import UserError
 from surgery.families import register
-from surgery.loading.checkpoint import MOST_LAYERS, content_of
+from surgery.loading.checkpoint import check_depth, content_of
 from surgery.loading.hub import CONFIGURATION, local_folder, one_line
 from surgery.loading.original import is_original
 from surgery.loading.original_config import original_config
@@ -72,9 +72,7 @@ def _impossible(config: PreTrainedConfig) -> str:
 def empty_model(config: PreTrainedConfig, name: str, trust_remote_code: bool = False) -> PreTrainedModel:
     """The language model of a configuration. name: the model's, for messages. Raises UserError in one line if transformers
     cannot make one of it."""
-    layers = getattr(config.get_text_config(decoder=True), "num_hidden_layers", None)
-    if isinstance(layers, int) and layers > MOST_LAYERS:
-        raise UserError(f"{name}: a model of {shown(layers, 20)} layers; at most {MOST_LAYERS:,} are made")
+    check_depth(name, getattr(config.get_text_config(decoder=True), "num_hidden_layers", None))
     try:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
