@@ -46,9 +46,9 @@ def load_base(name: str, revision: str | None = None, device: str = "cpu") -> Pr
         raise UserError(f"cannot load {name}: {one_line(error)}") from error
 
 
-def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer that load() finds with a model. Raises UserError if there is none."""
-    return read_tokenizer(tokenizer_source(local_folder(name)), trust_remote_code)
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """The tokenizer that load() finds with a model; no code of its own runs. Raises UserError if there is none."""
+    return read_tokenizer(tokenizer_source(local_folder(name)), trust_remote_code=False)
 
 
 def read_tokenizer(source: str | Path, trust_remote_code: bool) -> PreTrainedTokenizerBase:
@@ -77,8 +77,13 @@ def open_folder(folder: Path, dtype: torch.dtype | None, device: str, trust_remo
 
 def spread(model: PreTrainedModel, name: str) -> None:
     """Put the layers of a model on all accelerators, as transformers' device_map="balanced" does with one that it loads."""
-    if not hasattr(model, "hf_device_map"):
-        dispatch_model(model, _device_map(name, model))
+    if hasattr(model, "hf_device_map"):
+        return
+    whole = list(model._no_split_modules or [])
+    memory = get_balanced_memory(model, no_split_module_classes=whole)
+    device_map = infer_auto_device_map(model, memory, no_split_module_classes=whole)
+    _refuse_offload(name, device_map)
+    dispatch_model(model, device_map)
 
 
 def brings_tokenizer(name: str, tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -130,15 +135,6 @@ def _load_transformers(folder: Path, dtype: torch.dtype | None, device: str, tru
     if device != DISK:
         _refuse_offload(str(folder), getattr(model, "hf_device_map", {}))
     return model
-
-
-def _device_map(name: str, model: PreTrainedModel) -> dict[str, Any]:
-    """What transformers' device_map="balanced" would be, for a model that it did not load."""
-    whole = list(model._no_split_modules or [])
-    memory = get_balanced_memory(model, no_split_module_classes=whole)
-    device_map = infer_auto_device_map(model, memory, no_split_module_classes=whole)
-    _refuse_offload(name, device_map)
-    return device_map
 
 
 def _refuse_offload(name: str, device_map: dict[str, Any]) -> None:
