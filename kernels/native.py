@@ -186,7 +186,19 @@ class Workspace(ctypes.Structure):
     def run(self, name: str, units: int) -> None:
         """Calls a function in as many threads as torch uses, at most `units`; each call works until no unit is left. Raises
         MemoryError where it says that there was no memory."""
-        in_threads(function(self.file, name), self, units)
+        run, work = function(self.file, name), ctypes.byref(self)
+        threads = min(torch.get_num_threads(), units)
+        if threads == 1:
+            run(work)
+        elif team := _team(os.getpid()):
+            team(run, work, threads, 0)
+        else:
+            waiting = [_pool(os.getpid(), threads - 1).submit(run, work) for _ in range(threads - 1)]
+            run(work)
+            for future in waiting:
+                future.result()
+        if self.failed:
+            raise MemoryError("no memory for a kernel's workspace")
 
 
 def fields(integers: str, tensors: str, views: str = "", reals: str = "") -> tuple:
@@ -260,22 +272,6 @@ def contiguous(*tensors: Any) -> list[Any]:
 def rows(*tensors: Tensor) -> list[Tensor]:
     """Each with its last dimension contiguous, copied where it is not."""
     return [m if m.stride(-1) == 1 else m.contiguous() for m in tensors]
-
-
-def in_threads(run: Any, work: Workspace, units: int) -> None:
-    """Calls `run` with `work` in as many threads as torch uses, at most `units`."""
-    threads = min(torch.get_num_threads(), units)
-    if threads == 1:
-        run(ctypes.byref(work))
-    elif team := _team(os.getpid()):
-        team(run, ctypes.byref(work), threads, 0)
-    else:
-        waiting = [_pool(os.getpid(), threads - 1).submit(run, ctypes.byref(work)) for _ in range(threads - 1)]
-        run(ctypes.byref(work))
-        for future in waiting:
-            future.result()
-    if work.failed:
-        raise MemoryError("no memory for a kernel's workspace")
 
 
 @cache
