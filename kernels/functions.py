@@ -51,6 +51,11 @@ def seeded() -> dict[str, Any]:
     return {"generator": torch.Generator("cpu").manual_seed(0), "dtype": torch.float32, "device": "cpu"}
 
 
+def as_tuple(results: Any) -> tuple[Tensor, ...]:
+    """What a backend gives, one tensor or several, as several."""
+    return (results,) if isinstance(results, Tensor) else tuple(results)
+
+
 def learns(*tensors: Tensor | None) -> bool:
     """Whether any of these needs a gradient."""
     return torch.is_grad_enabled() and any(m is not None and m.requires_grad for m in tensors)

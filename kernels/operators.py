@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from surgery.kernels.functions import learns, own_precision, without_autocast
+from surgery.kernels.functions import as_tuple, learns, own_precision, without_autocast
 
 Likeness = tuple[Sequence[int], torch.dtype]
 
@@ -119,7 +119,7 @@ class Operator:
             if keep and chosen.passes is not None:
                 *results, kept = chosen.passes.forward(*args, keep=True)
             else:
-                results, kept = _tuple(chosen.run(*args)), None
+                results, kept = as_tuple(chosen.run(*args)), None
             fitted = [_fitted(result, dtype) for result, (_, dtype) in zip(results, self.like(*args), strict=True)]
         if not self.learns:
             return _one_or_all(fitted)
@@ -161,7 +161,7 @@ class Operator:
             args[i] = None if args[i] is None else args[i].detach().requires_grad_(want)
         leaves = [args[i] for i, want in zip(self.tensors, needed, strict=True) if want]
         with torch.enable_grad():
-            results = _tuple(run(*args))
+            results = as_tuple(run(*args))
         pairs = [(m, g.to(m.dtype)) for m, g in zip(results, gradients, strict=True) if g is not None and m.requires_grad]
         computed = iter(torch.autograd.grad([m for m, _ in pairs], leaves, [g for _, g in pairs], allow_unused=True))
         return [next(computed) if want else None for want in needed]
@@ -237,10 +237,6 @@ def _tensors(number: int) -> str:
 
 def _one_or_all(results: Sequence[Tensor]) -> Any:
     return results[0] if len(results) == 1 else tuple(results)
-
-
-def _tuple(results: Any) -> tuple[Tensor, ...]:
-    return (results,) if isinstance(results, Tensor) else tuple(results)
 
 
 def _nothing(like: Tensor) -> Tensor:

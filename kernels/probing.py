@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from surgery.kernels.functions import as_tuple
+
 AGAIN = 30.0  # seconds until what failed in passing is tried again: an attempt may be a compilation of seconds
 PASSING = frozenset(
     getattr(errno, name)
@@ -110,7 +112,7 @@ def _try(operation: Any, backend: Any, device: torch.device, dtype: torch.dtype,
     with torch.set_grad_enabled(learning):
         if reason := backend.refuses(*args):
             return reason
-        results, exact = _tensors(backend.run(*args)), _tensors(operation.reference.run(*exact_args))
+        results, exact = as_tuple(backend.run(*args)), as_tuple(operation.reference.run(*exact_args))
     # Kernels may round inside, to TensorFloat-32 or to 16 bits after every token; a broken build is not off by so little.
     bound = 0.02 if dtype in (torch.float32, torch.float64) else 0.1
     if reason := _wrong("result", results, exact, bound):
@@ -150,10 +152,6 @@ def _errors(result: Tensor, truth: Tensor) -> Iterator[float]:
 
 def _real(m: Any) -> bool:
     return isinstance(m, Tensor) and m.is_floating_point()
-
-
-def _tensors(result: Any) -> tuple[Tensor, ...]:
-    return (result,) if isinstance(result, Tensor) else tuple(result)
 
 
 def _recomputed() -> bool:

@@ -47,13 +47,9 @@ def ssd_scan(
         options: dict[str, Any] = {"chunk_size": chunk_size, "backend": backend}
         return packing.scan(lambda x, dt, B, C: ssd_scan(x, dt, A, B, C, D, **options), x, dt, B, C)
     if not x.numel():
-        return x.to(result_dtype(x)), _empty_state(x, B) if initial_state is None else initial_state
+        state = x.new_zeros(len(x), *x.shape[2:], B.shape[-1], dtype=torch.promote_types(x.dtype, torch.float32))
+        return x.to(result_dtype(x)), state if initial_state is None else initial_state
     return SSD_SCAN(x, dt, A, B, C, D, initial_state, chunk_size, backend=backend)
-
-
-def _empty_state(x: Tensor, B: Tensor) -> Tensor:
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    return x.new_zeros(len(x), *x.shape[2:], B.shape[-1], dtype=dtype)
 
 
 def _reference(x, dt, A, B, C, D, initial_state, chunk_size):
