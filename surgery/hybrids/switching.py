@@ -11,7 +11,7 @@ from surgery.errors import UserError
 from surgery.hybrids.layer_graft import LayerGraftMixer
 from surgery.hybrids.parts import take_hook
 from surgery.hybrids.patching import note_of, with_class
-from surgery.hybrids.windows import WindowedAttention, is_window, without_window
+from surgery.hybrids.windows import WindowedAttention, is_window
 
 
 @contextmanager
@@ -28,10 +28,10 @@ def grafts_off(model: Any) -> Iterator[None]:
         after.callback(setattr, config, "grafts", config.grafts)
         specs = [spec for spec in config.grafts if not spec.get("of_base")]
         config.grafts = [spec for spec in config.grafts if spec.get("of_base")]
-        for spec in filter(is_window, specs):
-            for module in layers[spec["layer"]].modules():
-                if isinstance(module, WindowedAttention):
-                    after.enter_context(without_window(module, spec["layer"]))
+        for layer in [spec["layer"] for spec in specs if is_window(spec)]:
+            for module in layers[layer].modules():
+                if isinstance(module, WindowedAttention) and layer in module.windows:
+                    after.callback(module.windows.__setitem__, layer, module.windows.pop(layer))
                 elif isinstance(module, LayerGraftMixer):
                     after.callback(setattr, module, "window", module.window)
                     module.window = None

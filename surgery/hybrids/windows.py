@@ -17,8 +17,7 @@ A layer graft (layer_graft.py) calls `with_windows` itself.
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import new_class
 from typing import Any, NamedTuple
@@ -117,17 +116,6 @@ class WindowedAttention:
         if window is not None and (kept := named.get("past_key_values")) is not None:
             keep_window(kept, layer, window)
         return stock.forward(**named, window=window)
-
-
-@contextmanager
-def without_window(attention: WindowedAttention, layer: int) -> Iterator[None]:
-    """The stock attention, for a while, where it is used in this layer."""
-    window = attention.windows.pop(layer, None)
-    try:
-        yield
-    finally:
-        if window is not None:
-            attention.windows[layer] = window
 
 
 def before(ours: type, stock: type, **fields: Any) -> Any:
