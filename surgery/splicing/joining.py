@@ -22,6 +22,7 @@ from surgery.hybrids.layer_graft import LayerGraftMixer
 from surgery.hybrids.windows import is_window
 from surgery.loading.digests import file_digest, fingerprint, function_of
 from surgery.loading.origin import Origin
+from surgery.models.anatomy import mixer_at
 from surgery.models.answers import held, tensor_digest
 from surgery.models.offloaded import is_offloaded, keep, take_hooks
 from surgery.models.quantised import converted
@@ -29,7 +30,7 @@ from surgery.records.plan import PATCH, Plan
 from surgery.records.reading import shown
 from surgery.records.record import Environment
 from surgery.splicing.remembered import Surgery, remember
-from surgery.splicing.splice import grafted_mixer, remove, share
+from surgery.splicing.splice import remove, share
 
 WEIGHTS = "patch.safetensors"
 
@@ -121,7 +122,7 @@ def join(base: PreTrainedModel, folder: Path) -> PreTrainedModel:
     take_hooks(base, hybrid)
     keep(hybrid, weights)
     for graft in (spec for spec in patch.grafts if not spec.get("of_base") and not is_window(spec)):
-        mixer = grafted_mixer(hybrid, graft["layer"])
+        mixer = mixer_at(hybrid, graft["layer"])
         if isinstance(mixer, LayerGraftMixer):
             remove(base, hybrid, graft["layer"])
     remember(hybrid, Surgery(patch.plan, patch.base.place(folder), fingerprint(base, patch.dtype)))

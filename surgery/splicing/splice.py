@@ -60,19 +60,19 @@ def install(base: PreTrainedModel, plan: Plan, donor: PreTrainedModel | None = N
     inputs: dict[int, Tensor] = {}
     outputs: Tensor | None = None
     if plan.init in ("induction", "copy"):
-        check_induction(base, [grafted_mixer(hybrid, site.layer) for site in plan.sites], plan)
+        check_induction(base, [mixer_at(hybrid, site.layer) for site in plan.sites], plan)
         adopted = adopt(base)  # a stock model pads each single token to a chunk
         inputs = token_inputs(adopted, plan)
         outputs = token_outputs(adopted, plan) if plan.init == "copy" else None
     share(base, hybrid, "the base lacks the tensor '{}'")
     for site in plan.sites:
-        graft, stock_mixer = grafted_mixer(hybrid, site.layer).graft, grafted_mixer(base, site.layer)
+        graft, stock_mixer = mixer_at(hybrid, site.layer).graft, mixer_at(base, site.layer)
         out_proj = stock_mixer.out_proj if hasattr(stock_mixer, "out_proj") else stock_mixer.o_proj
         graft.to_empty(device=device_of(out_proj, out_proj.weight))
         graft.to(base.dtype if is_quantised_weight(out_proj.weight) else out_proj.weight.dtype)
     take_hooks(base, hybrid)
     for site in plan.sites:
-        mixer = grafted_mixer(hybrid, site.layer)
+        mixer = mixer_at(hybrid, site.layer)
         with fetched(mixer):
             if plan.kind == "layer":
                 remove(base, hybrid, site.layer)
@@ -224,11 +224,6 @@ def _like(tensor: Tensor, other: Tensor) -> Tensor:
     return nn.Parameter(moved, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else moved
 
 
-def grafted_mixer(hybrid: Hybrid, layer: int) -> Any:
-    """The mixer of a layer."""
-    return mixer_at(hybrid, layer)
-
-
 def graft_parameters(hybrid: Any) -> dict[str, nn.Parameter]:
     """The parameters that splice added, by name."""
     is_added = added(hybrid)
@@ -264,7 +259,7 @@ def _quantised(model: PreTrainedModel) -> dict[str, nn.Module]:
 
 def remove(base: PreTrainedModel, hybrid: Hybrid, layer: int) -> None:
     """Let the graft of a layer keep what the base has in that layer and the hybrid has no place for."""
-    mixer, here = grafted_mixer(hybrid, layer), hybrid.block_name(layer)
+    mixer, here = mixer_at(hybrid, layer), hybrid.block_name(layer)
     kept = {name for name, _ in (*hybrid.named_parameters(), *hybrid.named_buffers())}
     mixer.removed = {name: tensor for name, tensor in _tensors(base).items() if name.startswith(here) and name not in kept}
     names = {name for name, _ in hybrid.named_modules()}

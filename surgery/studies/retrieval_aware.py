@@ -32,6 +32,7 @@ from surgery.jobs.tuning_stage import tuned
 from surgery.loading.digests import fingerprint, model_digest
 from surgery.loading.opened import Checkpoint
 from surgery.locating.planning import plan
+from surgery.models.anatomy import mixer_at
 from surgery.pretraining.layer_alignment import align_layers
 from surgery.pretraining.lessons import batches_of_all_kinds
 from surgery.records.plan import Plan
@@ -42,7 +43,7 @@ from surgery.records.site import Site
 from surgery.runtime import plotting
 from surgery.runtime.ownership import put
 from surgery.runtime.progress import say
-from surgery.splicing.splice import adopt, grafted_mixer, splice, unsplice
+from surgery.splicing.splice import adopt, splice, unsplice
 from surgery.statistics import Estimate, Proportion
 from surgery.studies.figures import LINES
 from surgery.studies.study import Findings, Measurements, Row, Study, Subjects
@@ -152,7 +153,7 @@ class Aligned:
         counts = {layer: sum(site.layer == layer for site in heads) for layer in self.layers}
         model = self._empty(counts, list(self.layers))
         for layer in self.layers:
-            grafted_mixer(model, layer).load_state_dict(self._mixer(layer, counts[layer]))
+            mixer_at(model, layer).load_state_dict(self._mixer(layer, counts[layer]))
         tuned(
             model, self.base, self.job, self.tuning / _file(name), plan=self._plan(counts), layers=list(self.layers),
             teacher=self.teacher.model, resume=self.resume, description=name, digest=model_digest(model),
@@ -183,7 +184,7 @@ class Aligned:
             model.train(), self.teacher.model, batches_of_all_kinds(self.base.tokenizer, self.recipe), steps=self.study.steps,
             learning_rate=self.study.learning_rate, layers=[layer],
         )  # fmt: skip
-        state = {name: tensor.detach().contiguous() for name, tensor in grafted_mixer(model, layer).state_dict().items()}
+        state = {name: tensor.detach().contiguous() for name, tensor in mixer_at(model, layer).state_dict().items()}
         put(path, save(state, metadata={"key": self.key}))
         return state
 
