@@ -23,7 +23,7 @@ from surgery.evaluation import table as tables
 from surgery.evaluation.automatic import automatic_choices, rounds
 from surgery.evaluation.judgement import did_it_help
 from surgery.evaluation.report import Report
-from surgery.evaluation.results import value
+from surgery.evaluation.results import NEEDLES, needle_tasks, value
 from surgery.exporting.engines import EngineProof
 from surgery.runtime import memory
 from surgery.studies import Findings, studies
@@ -400,8 +400,12 @@ def lengths() -> str:
     assert chosen is not None
     examples = (made.recipe or {})["bench"]["limit"]
     parts = []
-    for title, tasks in markdown.needles(report).items():
-        header = [title, *(f"{length:,} tokens" for length in tasks)]
+    titles = ("A needle in the middle of a text", "One of several needles", "Several needles, one after the other")
+    titled = dict(zip(("needle", *NEEDLES), titles, strict=True))
+    for family, tasks in needle_tasks(report.base.tasks).items():
+        if len(tasks) == 1:
+            continue
+        header = [titled[family], *(f"{length:,} tokens" for length in tasks)]
         rows = [[name, *(f"{value(of.tasks[task]):.3f}" for task in tasks.values())] for name, of in report.models.items()]
         parts.append(markdown.table(header, rows))
     tables = "\n\n".join(parts)
