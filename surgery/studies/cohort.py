@@ -129,7 +129,7 @@ class Cohort(Study):
             tuned = models.get(TUNED, {})
             unseen = [f"{value(tuned[column]):.3f}" if (column := f"{UNSEEN}{largest[3:]}") in tuned else ""]
             costs = [f"{value(tuned[column]):+.3f}" if column in tuned else "" for column in (KNOWLEDGE, TEXT)]
-            plan = about.get("stopped") or markdown.shortened(_planned(about))
+            plan = about.get("stopped", "").partition(":")[0] or markdown.shortened(_planned(about))  # the summary says why
             agrees = ""
             if "agree" in about:
                 as_good = f"as good as {about['best']}" if about["agree"] else f"no: {about['best']}"
