@@ -6,7 +6,7 @@ The paper's point: on tasks of this form (MMLU) a state-space model falls behind
 import random
 import zlib
 
-from surgery.probes.question import Question
+from surgery.probes.question import Question, with_spans
 
 LETTERS = "ABCD"
 
@@ -27,10 +27,7 @@ def lettered(
 def _draw(rng: random.Random, question: str, answer: str, choices: tuple[str, ...]) -> Question:
     options = [answer, *rng.sample([c for c in choices if c != answer], len(LETTERS) - 1)]
     rng.shuffle(options)
-    prompt, spans = f"Question: {question}\n", []
-    for letter, option in zip(LETTERS, options, strict=True):
-        line = f"{letter}. {option}\n"
-        spans.append((len(prompt), len(prompt) + len(line)))
-        prompt += line
+    lines = (f"{letter}. {option}\n" for letter, option in zip(LETTERS, options, strict=True))
+    prompt, spans = with_spans(f"Question: {question}\n", lines)
     right = options.index(answer)
     return Question(prompt + "Answer:", tuple(f" {letter}" for letter in LETTERS), right, tuple(spans), right)
