@@ -5,7 +5,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal, Self
 
-import pydantic
 from pydantic import Field
 
 from surgery.loading.digests import Conditions
@@ -43,7 +42,7 @@ class RankedHeads(Sealed):
     drawn: tuple[SiteText, ...] = ()
     stability: Stability | None = None
     skills: tuple[SkillScores, ...] = Field(default=(), exclude_if=lambda skills: not skills)
-    arrays: heads_file.Arrays | None = None
+    arrays: heads_file.Arrays | None = Field(default=None, exclude_if=lambda arrays: arrays is None)
 
     @property
     def score(self) -> ScoreName:
@@ -77,12 +76,6 @@ class RankedHeads(Sealed):
             return ranking
         heads = heads_file.read(ranking.arrays, Path(path).parent)
         return ranking.model_copy(update={"heads": heads, "arrays": None})
-
-    @pydantic.model_serializer(mode="wrap")
-    def _without_absent(self, fields: pydantic.SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """A file that lists all its heads does not speak of arrays."""
-        content = fields(self)
-        return {name: value for name, value in content.items() if name != "arrays" or value is not None}
 
     def at_risk(self, sites: Iterable[Site]) -> dict[str, tuple[str, ...]]:
         """Skill -> those of single heads that a graft costs it (SkillScores.at_risk)."""
