@@ -12,7 +12,7 @@ from surgery.evaluation.report import Report
 from surgery.evaluation.results import HITS, value
 from surgery.records.recipe import read_recipe
 from surgery.studies import Findings, windows
-from surgery.studies.cohort import SAME_LAYER, UNSEEN, WELL
+from surgery.studies.cohort import KNOWLEDGE, SAME_LAYER, UNSEEN, WELL
 from surgery.studies.seeds import BASE, CONTROL, SEED, TEXT
 from surgery.studies.ways import DEFAULT, common_gains, costs
 from tools.copy_cache import CopyCache
@@ -185,6 +185,14 @@ def cohort_counts(task: str = "kv.64", model: str = "tuned") -> int:
     return sum(
         figures.get(task, 0) >= WELL for row, figures in rows_of(findings("cohort")).items() if row.endswith(f": {model}")
     )
+
+
+def cohort_costs() -> tuple[float, float]:
+    """By how much letters and knowledge fall at most, in the bases of the cohort that were edited."""
+    rows = rows_of(findings("cohort"))
+    tuned = {row.removesuffix(": tuned"): figures for row, figures in rows.items() if row.endswith(": tuned")}
+    letters = max(rows[f"{name}: base"]["letters"] - figures["letters"] for name, figures in tuned.items())
+    return max(0.0, letters), max(0.0, *(-figures[KNOWLEDGE] for figures in tuned.values()))
 
 
 def _cohort() -> list[str]:
@@ -382,6 +390,7 @@ def status() -> str:
     free, kept = (report(name) for name in ("letters-choice", "letters-kept"))
     edited = sum(row.endswith(": tuned") for name in ("skills", "skills-shapes") for row in rows_of(findings(name)))
     foreign = words().accuracy
+    stopped = sum("stopped" in each for each in findings("cohort").about.values())
     least = min(over_seeds(findings("seeds"), "distil", "kv.64"))
     most = max(over_seeds(findings("seeds"), CONTROL, "kv.64"))
     return f"""\
@@ -391,7 +400,8 @@ more at 64 pairs; tuned without a graft it reaches {most:.3f} at most.
 {price("seeds-kda")} nats.
 - **In part**: of {len(findings("cohort").about)} toys trained without our layer-0 curriculum, {cohort_counts()} reach \
 {WELL:.2f} at 64 pairs; {cohort_counts(f"{UNSEEN}64")} do with keys not used in tuning; random heads of the same layer \
-reach it in {cohort_counts(model=SAME_LAYER)}.
+reach it in {cohort_counts(model=SAME_LAYER)}. Letters, near chance there, fall by at most {cohort_costs()[0]:.3f}, \
+knowledge by {cohort_costs()[1]:.3f}; on {stopped} no plan keeps the other skills.
 - **Shown** on toys that answer lettered questions ({edited} of Mamba-2, one of Mamba-1): an edit within bounds keeps them \
 ({of(kept, "base", "letters"):.3f} to {of(kept, "tuned", "letters"):.3f} on one). Without bounds \
 {of(free, "tuned", "letters"):.3f} is left there.

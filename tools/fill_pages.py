@@ -62,6 +62,7 @@ WINDOWS = ROOT / "recipes" / "windows.findings.json"
 WINDOWS_FOUR = ROOT / "recipes" / "windows-four.findings.json"
 STATE = ROOT / "recipes" / "state-size.findings.json"
 COHORT = ROOT / "recipes" / "cohort.findings.json"
+COHORT_UNBOUNDED = ROOT / "recipes" / "cohort-unbounded.findings.json"
 SEED2 = ROOT / "recipes" / "seed2.findings.json"
 LENGTHS = ROOT / "recipes" / "lengths.report.json"
 SERVING = ROOT / "recipes" / "serving.json"
@@ -391,6 +392,21 @@ version {origin.toolkit}, seed {origin.seed}, {recipe["bench"]["limit"]} example
 (`recipes/{path.name}` has all sizes and intervals)."""
 
 
+def cohort_unbounded() -> str:
+    """What the same edits gain and cost where nothing bounds them."""
+    record = Findings.read(COHORT_UNBOUNDED)
+    body = []
+    for name in record.about:
+        base, tuned = (_models_of(record, name)[model] for model in ("base", "tuned"))
+        accuracies = [f"{value(of['kv.64']):.3f}" for of in (base, tuned)]
+        body.append([name, *accuracies, *(f"{value(tuned[change]):+.3f}" for change in (KNOWLEDGE, TEXT))])
+    made, examples = record.provenance, record.rows[0].figures["kv.64"].n
+    return f"""{markdown.table(["", "base", "tuned", KNOWLEDGE, TEXT], body)}
+
+Accuracy at 64 pairs. Measured {made.created[:10]} on {made.machine}, version {made.toolkit}, seed {made.seed}, {examples} \
+examples a cell (`recipes/{COHORT_UNBOUNDED.name}`), before letters were measured and anything was bounded."""
+
+
 def lengths() -> str:
     """Needles in prompts longer than those of the training."""
     if not LENGTHS.exists():
@@ -491,7 +507,7 @@ PAGES: dict[Path, dict[str, Callable[[], str]]] = {
     },
     EVIDENCE / "letters.md": {"letters": letters, "skills": skills, "target": target},
     EVIDENCE / "mixers.md": {"mixers table": mixers_page.table, "mamba-1 table": mamba1, "seeds": seeds},
-    EVIDENCE / "cohort.md": {"cohort": cohort, "seed-2": partial(cohort, SEED2)},
+    EVIDENCE / "cohort.md": {"cohort": cohort, "unbounded": cohort_unbounded, "seed-2": partial(cohort, SEED2)},
     EVIDENCE / "lengths.md": {"lengths": lengths},
     EVIDENCE / "transformer.md": {"retrieval-aware": retrieval_aware},
     EVIDENCE / "state.md": {"state-size": state_size},

@@ -48,7 +48,8 @@ OF = ": "  # between a base and a model of it, in the name of a row
 # Model -> its column in the table of all bases.
 COLUMNS = {
     BASE: "base", SPLICED: "untrained", TUNED: "tuned", "control_tuned": "no graft, tuned",
-    "control_random_site_tuned": "other layer, tuned", SAME_LAYER: "other heads of the layer, tuned",
+    "control_lora_tuned": "adapters alone", "control_random_site_tuned": "other layer, tuned",
+    SAME_LAYER: "other heads of the layer, tuned",
 }  # fmt: skip
 MARKS = {BASE: ("o", LINES[0]), SPLICED: ("D", "#E69F00"), TUNED: ("o", LINES[2])}
 
@@ -118,14 +119,15 @@ class Cohort(Study):
         """One row a base: what its heads were located by (dictionaries: at the largest size), then the other skill."""
         size, largest = _target(findings.about, findings.rows), _largest(findings.rows)
         other = largest if size == LETTERS else LETTERS
+        columns = [model for model in COLUMNS if any(row.what.partition(OF)[2] == model for row in findings.rows)]
         of_tuned = [f"tuned, {name}" for name in ("unseen keys", KNOWLEDGE, TEXT)]
         beside = [model for model in (BASE, TUNED, SAME_LAYER) if any(other in row.figures for row in findings.rows)]
-        header = ["", "plan", "predicted is best", *COLUMNS.values(), *of_tuned]
+        header = ["", "plan", "predicted is best", *(COLUMNS[model] for model in columns), *of_tuned]
         header += [f"{heading(other)}, {COLUMNS[model]}" for model in beside]
         body = []
         for name, about in findings.about.items():
             models = _of_base(findings.rows, name)
-            accuracies = [f"{value(models[model][size]):.3f}" if size in models.get(model, {}) else "" for model in COLUMNS]
+            accuracies = [f"{value(models[model][size]):.3f}" if size in models.get(model, {}) else "" for model in columns]
             tuned = models.get(TUNED, {})
             unseen = [f"{value(tuned[column]):.3f}" if (column := f"{UNSEEN}{largest[3:]}") in tuned else ""]
             costs = [f"{value(tuned[column]):+.3f}" if column in tuned else "" for column in (KNOWLEDGE, TEXT)]
