@@ -273,8 +273,8 @@ def refused(growth: Growth, auto: Auto) -> NoPlan:
     return NoPlan(
         f"no plan keeps what the base can do: each of the {len(growth.candidates)} that were measured costs another skill more "
         f"than {auto.accuracy_bound:g} (plan.auto.accuracy_bound), or text more than {auto.text_bound:g} nats "
-        "(plan.auto.text_bound), or may do so by its 95% interval; ask more questions (plan.auto.skill_examples), widen a "
-        "bound, take skills out of data.skills, or set plan.sites",
+        "(plan.auto.text_bound), or may do so by its 95% interval; ask more questions (plan.auto.skill_examples), measure more "
+        "text (plan.auto.windows), widen a bound, take skills out of data.skills, or set plan.sites",
         growth,
     )
 

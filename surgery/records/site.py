@@ -92,4 +92,5 @@ def shortened(sites: Sequence[Site]) -> str:
     named = ", ".join(map(str, sites))
     if len(named) <= 60:
         return named
-    return ", ".join(f"{len(site.heads)} heads of L{site.layer}" if site.heads else str(site) for site in sites)
+    counts = [(len(site.heads), site) for site in sites]
+    return ", ".join(f"{n} head{'s' * (n > 1)} of L{site.layer}" if n else str(site) for n, site in counts)

@@ -10,7 +10,7 @@ from surgery.errors import UserError
 from surgery.evaluation import cells, markdown, report_figures, suites
 from surgery.evaluation.bench import measure
 from surgery.evaluation.report import Report
-from surgery.evaluation.results import Perplexity
+from surgery.evaluation.results import Perplexity, needle_tasks
 from surgery.evaluation.suites import tasks
 from surgery.jobs.output_folder import BENCH
 from surgery.probes import probes
@@ -183,7 +183,7 @@ def test_retrieval_against_the_length_of_the_prompt(pair, tokenizer, tmp_path):
     text = markdown.render(report)
     assert "## needles asked\n\n| tokens | 300 | 600 |" in text
     assert "![Retrieval against the length of the prompt](lengths.png)" in text
-    assert [list(tasks) for tasks in markdown.needles(report).values()] == [[300, 600]] * 3
+    assert [list(tasks) for tasks in needle_tasks(report.base.tasks).values()] == [[300, 600]] * 3
     report_figures.draw(report, tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"lengths.png"} <= {*BENCH}
 
