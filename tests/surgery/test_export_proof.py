@@ -21,7 +21,7 @@ from surgery.exporting.export import export
 from surgery.exporting.formats import format_of, hf, patch
 from surgery.exporting.verify import OURS, compare, difference, in_float32
 from surgery.loading.checkpoint import load_base
-from surgery.models.answers import LENGTHS, NEW, answers, tensor_digest, tensors
+from surgery.models.answers import LENGTHS, answers, tensor_digest, tensors
 from surgery.records.plan import Plan
 from surgery.runtime.ownership import building
 from surgery.splicing.splice import graft_parameters, splice
@@ -80,11 +80,6 @@ def there(tmp_path_factory, tokenizer, tiny, read_back_here):
     return cache(lambda quick: answered(tmp_path_factory, tokenizer, tiny, read_back_here, quick))
 
 
-def tokens(quick):
-    """That are chosen greedily: of the slow tests as many as outside the tests."""
-    return 16 if quick else NEW
-
-
 def answered(tmp_path_factory, tokenizer, tiny, read_back_here, quick):
     """By the name of the case. Bases, and the folder in the card, are named from where the command was given."""
     place, asked = tmp_path_factory.mktemp("proof"), {OURS: {}, "transformers": {}}
@@ -111,7 +106,7 @@ def answered(tmp_path_factory, tokenizer, tiny, read_back_here, quick):
         return {
             folder.name: answer
             for package, folders in asked.items()
-            for folder, answer in zip(folders, read_back_here(package, folders, tokens(quick)), strict=True)
+            for folder, answer in zip(folders, read_back_here(package, folders), strict=True)
         }
 
 
@@ -122,16 +117,20 @@ def answered(tmp_path_factory, tokenizer, tiny, read_back_here, quick):
         for case in CASES
     ],
 )
+@pytest.mark.usefixtures("fresh_process")  # for its number of tokens
 def test_a_fresh_process_answers_as_the_live_model(there, tokenizer, form, what):
     proof = compare(format_of(form).READER, hybrid_of(what), len(tokenizer), there((form, what) in QUICK)[f"{form} {what}"])
     assert proof.difference <= proof.tolerance
-    assert (proof.prompts, proof.tokens) == (LENGTHS, tokens((form, what) in QUICK))
+    assert (proof.prompts, proof.tokens) == (LENGTHS, 64)
     print(proof.line())
 
 
+@pytest.mark.usefixtures("fresh_process")
 def test_the_three_lines_of_the_card_generate_in_plain_transformers(there, tiny):
     """Of an export of the demo's base with the demo's grafts."""
-    assert compare(hf.READER, splice(tiny.model, Plan(sites=("L0.H3,5",))), len(tiny.tokenizer), there(True)["demo"]).holds()
+    assert (
+        compare(hf.READER, splice(tiny.model, Plan(sites=("L0.H3,5",))), len(tiny.tokenizer), there(True)["demo"]).tokens == 64
+    )
 
 
 def change_code(place):
@@ -142,6 +141,7 @@ def change_code(place):
     file.write_text(text.replace("return F.softplus(at_least_float32(x))", "return 2 * F.softplus(at_least_float32(x))"))
 
 
+@pytest.mark.usefixtures("fresh_process")
 def test_changed_code_is_found(there, tokenizer):
     """Without this package it is the folder's code that runs."""
     assert compare(hf.READER, hybrid_of("llamba heads"), len(tokenizer), there(True)["on disk"]).holds()
