@@ -6,9 +6,11 @@ lost. So the best plans within the bounds are tuned for a few steps, as the run 
 """
 
 import hashlib
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,7 @@ from surgery.tuning.loop import tune
 
 SEED = 30_013  # added to the ranking's: no other questions have it (bench and early stopping add less)
 TEXTS = 8  # windows of text in a forward
+MORE = 4  # times as much text is measured where the first part leaves open whether a bound holds
 
 
 class NoPlan(UserError):
@@ -60,21 +63,29 @@ class PlanMeasurement:
     seconds: float
     skills: Mapping[str, np.ndarray] = field(default_factory=dict)
 
+    def text_change(self, before: "PlanMeasurement") -> np.ndarray:
+        """(windows,): of the windows that both have read; one may have read more."""
+        both = min(len(before.text), len(self.text))
+        return self.text[:both] - before.text[:both]
+
 
 class Measuring:
     """Measures plans on the same questions and text. questions: see task.Task. text: (ids, real) of windows.
-    skills: questions about each other skill. tuning: how a plan is tuned that is measured after a few steps."""
+    skills: questions about each other skill. tuning: how a plan is tuned that is measured after a few steps. auto: its first
+    windows of the text are measured, and the others where these leave open whether the loss stays within its bound; without
+    it, all of the text."""
 
     def __init__(
         self, subject: Subject, questions: Sequence[Asked], text: tuple[Tensor, Tensor], batch_size: int = 32,
         kept: Path | None = None, *, skills: Mapping[str, Sequence[Question]] | None = None, tuning: Tune | None = None,
-        data: Data | None = None, seed: int = 0,
+        data: Data | None = None, seed: int = 0, auto: Auto | None = None,
     ):  # fmt: skip
         self.subject, self.questions, self.text, self.batch_size = subject, list(questions), text, batch_size
         self.skills = {name: list(asked) for name, asked in (skills or {}).items()}
         self.tuning, self.data, self.seed = tuning or Tune(), data or Data(), seed
+        self.windows, self.text_bound = (auto.windows, auto.text_bound) if auto is not None else (len(text[0]), None)
         conditions = subject.conditions.model_dump() if kept is not None else None
-        asked = (self.questions, [part.tolist() for part in self.text], *([self.skills] if self.skills else []))
+        asked = (self.questions, [part.tolist() for part in text], self.skills, self.windows, self.text_bound)
         self.ledger = Ledger(kept, "grow", conditions, hashlib.sha256(repr(asked).encode()).hexdigest(), batch_size)
         self.count = 0
         self.seconds = 0.0
@@ -90,8 +101,14 @@ class Measuring:
             name: skill_questions(skill, subject.tokenizer, data, auto.skill_examples, seed + SEED)
             for name, skill in zip(names_of(skills), skills, strict=True)
         }
-        text = held_out_windows(subject.tokenizer, data, tuning, auto.windows, seed + SEED)
-        return cls(subject, questions, text, batch_size, kept, skills=asked, tuning=tuning, data=data, seed=seed)
+        text = held_out_windows(subject.tokenizer, data, tuning, auto.windows * (MORE if asked else 1), seed + SEED)
+        bounding = auto if asked else None
+        return cls(subject, questions, text, batch_size, kept, skills=asked, tuning=tuning, data=data, seed=seed, auto=bounding)
+
+    @cached_property
+    def base(self) -> PlanMeasurement:
+        """With all of the text."""
+        return self.measure([None], "plan, the base")[0]
 
     def measure(self, plans: Sequence[Plan | None], description: str, steps: int = 0) -> list[PlanMeasurement]:
         """Of each plan, untrained or after so many steps; None stands for the base."""
@@ -112,6 +129,8 @@ class Measuring:
             arrays |= {f"skill {name}": correct for name, correct in measured.skills.items()}
             return {name: torch.as_tensor(array) for name, array in arrays.items()}
 
+        if self.text_bound is not None and any(plan is not None for plan in plans):
+            _ = self.base  # which all processes measure together, and before what is compared with it
         # Tuning divides its batches among the processes, so that all of them take part in each.
         alone = steps and processes.state().num_processes > 1
         with counting(len(plans) if alone else len(processes.share(range(len(plans)))), description) as advance:
@@ -137,16 +156,30 @@ class Measuring:
             if steps:
                 self._tune(model, steps)
             answers = answer(model, self.subject.tokenizer, self.questions, self.batch_size)
-            losses = []
-            for ids, real in zip(*(side.to(model.device).split(TEXTS) for side in self.text), strict=True):
-                wanted = real[:, 1:]
-                sums = (token_losses(model, ids) * wanted).sum(1)
-                losses.append((sums / wanted.sum(1).clamp_min(1)).double().cpu())
+            text = self._text(model, slice(None if chosen is None else self.windows))
+            if chosen is not None and self._open(text):
+                text = np.concatenate([text, self._text(model, slice(len(text), None))])
             skills = {
                 name: answer(model, self.subject.tokenizer, asked, self.batch_size).correct
                 for name, asked in self.skills.items()
             }
-        return PlanMeasurement(answers.loss, answers.correct, torch.cat(losses).numpy(), time.monotonic() - start, skills)
+        return PlanMeasurement(answers.loss, answers.correct, text, time.monotonic() - start, skills)
+
+    def _text(self, model: PreTrainedModel, windows: slice) -> np.ndarray:
+        """(windows,): the mean loss of each."""
+        losses = []
+        for ids, real in zip(*(side[windows].to(model.device).split(TEXTS) for side in self.text), strict=True):
+            wanted = real[:, 1:]
+            sums = (token_losses(model, ids) * wanted).sum(1)
+            losses.append((sums / wanted.sum(1).clamp_min(1)).double().cpu())
+        return torch.cat(losses).numpy()
+
+    def _open(self, text: np.ndarray) -> bool:
+        """Whether the loss stays within its bound by its value, and not by its interval."""
+        if self.text_bound is None:
+            return False
+        risen = mean(text - self.base.text[: len(text)])
+        return risen.value <= self.text_bound < risen.ci95[1]
 
     def _tune(self, model: PreTrainedModel, steps: int) -> None:
         """As the run will, for a few steps."""
@@ -160,8 +193,9 @@ class Measuring:
 
 
 class Bounds:
-    """What a plan must not cost, given what was measured of the base. Skills that the base does not have are left out. Text is
-    bounded wherever skills were asked for, also of a base that has none of them."""
+    """What a plan must not cost, given what was measured of the base. Skills that the base does not have are left out, and text
+    that it predicts no better than if it took all tokens to be equally likely. Text is bounded wherever skills were asked for,
+    also of a base that has none of them."""
 
     def __init__(self, measuring: Measuring, base: PlanMeasurement, auto: Auto):
         self.base, self.auto, self.bounding = base, auto, bool(measuring.skills)
@@ -172,13 +206,21 @@ class Bounds:
                 say(f"plan: the base is at chance on {name} ({accuracy}, chance {chance:.3f}), so it sets no bound")
             else:
                 self.skills.append(name)
+        loss, guessing = float(base.text.mean()), math.log(measuring.subject.model.config.vocab_size)
+        self.reads = loss < guessing
+        if self.bounding and not self.reads:
+            told = f"{loss:.2f} nats a token, guessing {guessing:.2f}"
+            say(f"plan: the base predicts text no better than guessing ({told}), so text sets no bound")
 
     def beyond(self, measured: PlanMeasurement) -> tuple[str, ...]:
         """The skills that a plan costs more than the bounds, or may do so by its interval; and "text"."""
         bound = self.auto.accuracy_bound
         lost = [name for name in self.skills if not keeps(self.base.skills[name], measured.skills[name], bound)]
-        risen = mean(measured.text - self.base.text).ci95[1] > self.auto.text_bound
-        return (*lost, *([TEXT] if risen and self.bounding else []))
+        return (*lost, *([TEXT] if self.bounding and self.costs_text(measured, self.base) else []))
+
+    def costs_text(self, measured: PlanMeasurement, before: PlanMeasurement) -> bool:
+        """Whether the loss rises more than the bound allows, or may do so by its interval."""
+        return self.reads and mean(measured.text_change(before)).ci95[1] > self.auto.text_bound
 
     def accuracies(self, measured: PlanMeasurement) -> dict[str, float]:
         """Of the skills that the base has."""
@@ -195,14 +237,14 @@ class Bounds:
         """What the records of all plans say alike."""
         return {
             "accuracy": float(measured.correct.mean()), "loss": float(measured.loss.mean()),
-            "text_loss": float((measured.text - self.base.text).mean()), "skills": self.accuracies(measured),
+            "text_loss": float(measured.text_change(self.base).mean()), "skills": self.accuracies(measured),
             "beyond": self.beyond(measured),
         }  # fmt: skip
 
 
 def saved(before: PlanMeasurement, after: PlanMeasurement, text_weight: float, level: float = LEVEL) -> Saved:
     """The two parts are of different examples, so that the squares of their margins add up."""
-    parts = [(before.loss - after.loss, 1.0), (before.text - after.text, text_weight)]
+    parts = [(before.loss - after.loss, 1.0), (-after.text_change(before), text_weight)]
     value, low, high = 0.0, 0.0, 0.0
     for values, weight in parts:
         (centre,), (least,), (most,), _ = intervals(values[:, None], level=level)
@@ -282,7 +324,7 @@ def refused(growth: Growth, auto: Auto) -> NoPlan:
 def growth_of(probe: Mapping[str, Any], measuring: Measuring, base: PlanMeasurement, rounds: Sequence[Round] = ()) -> Growth:
     """The record of a search on questions of a probe."""
     return Growth(
-        probe={**probe, "examples": len(measuring.questions), "windows": len(measuring.text[0])},
+        probe={**probe, "examples": len(measuring.questions), "windows": measuring.windows},
         accuracy=float(base.correct.mean()), loss=float(base.loss.mean()), rounds=tuple(rounds), measured=measuring.count,
         seconds=round(measuring.seconds, 2),
     )  # fmt: skip

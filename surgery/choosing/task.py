@@ -88,7 +88,7 @@ class ChoiceTask:
     @cached_property
     def before(self) -> PlanMeasurement:
         """The base."""
-        return self.measuring.measure([None], "plan, the base")[0]
+        return self.measuring.base
 
     @cached_property
     def bounds(self) -> Bounds:

@@ -32,7 +32,6 @@ from surgery.records.site import Site
 from surgery.runtime.progress import say
 from surgery.splicing.splice import install
 from surgery.splicing.windows import attention_groups, window_specs
-from surgery.statistics import mean
 
 
 def plan_windows(
@@ -178,7 +177,7 @@ class _Windows:
         bound, beyond = task.options.auto, list(task.bounds.beyond(measured))
         if not keeps(self.before.correct, measured.correct, bound.accuracy_bound):
             beyond.append(task.ranking.probe["name"])
-        if TEXT not in beyond and mean(measured.text - self.before.text).ci95[1] > bound.text_bound:
+        if TEXT not in beyond and task.bounds.costs_text(measured, self.before):
             beyond.append(TEXT)
         known = task.bounds.candidate(self._complete(count), measured)
         return known.model_copy(update={"sites": merged(self.order[:count]), "beyond": tuple(beyond)})

@@ -11,7 +11,7 @@ from surgery.locating.locate import locate
 from surgery.locating.oracles import Oracles
 from surgery.records.plan import Plan
 from surgery.records.recipe import Auto, Data, PlanOptions
-from tests.conftest import ROOT, TINY
+from tests.conftest import TINY
 
 NO_SKILLS = Data(skills=())  # test_skills.py has the bounds
 FEW = PlanOptions(heads=2, by="choice", auto=Auto(examples=8, candidates=2, windows=2))
@@ -74,20 +74,6 @@ def test_as_a_setting(surgery, tmp_path, ranking):
         assert (status, complaint in " ".join(error.split())) == (2, True), error
     status, _, error = surgery("plan", "ranking.json", "--set", "plan.by=choice", "--base", "nowhere")
     assert (status, "plan.by=choice measures the ranked model, and there is no nowhere here" in error) == (2, True), error
-
-
-@pytest.mark.slow
-def test_what_it_would_cost_is_estimated(surgery, tmp_path):
-    (tmp_path / "checkpoints").symlink_to(ROOT / "checkpoints")
-    few = [
-        "plan.by=choice", "plan.auto={examples: 4, candidates: 1}", "locate.examples=4", "locate.exact=false", "tune.steps=1",
-        "bench.limit=2", "bench.pairs=[4]", "bench.windows=1", "bench.contexts=[16]", "bench.controls=false",
-    ]  # fmt: skip
-    settings = [part for setting in few for part in ("--set", setting)]
-    status, out, error = surgery("run", ROOT / "recipes" / "demo.yaml", *settings, "--dry-run", "--out", "out")
-    assert status == 0, error
-    options = PlanOptions(heads=2, by="choice", auto=Auto(examples=4, candidates=1))
-    assert f"{most(options, 32, bounded=False).asked}" in out
 
 
 def test_a_probe_without_spans_is_refused(tiny, ranking):

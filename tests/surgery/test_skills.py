@@ -1,6 +1,7 @@
 """No skill is paid for with another: what else a base can do is measured, bounded, held while tuning, and compared."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -29,6 +30,7 @@ from surgery.records.plan import Plan
 from surgery.records.recipe import Auto, Data, Lesson, Locate, PlanOptions, Skill, Tune
 from surgery.records.site import Site
 from surgery.splicing.splice import adopt, splice
+from surgery.statistics import mean
 from surgery.studies import Findings
 from surgery.tuning.batches import Lessons, loaders
 from surgery.tuning.distil import Distillation, counted
@@ -343,6 +345,41 @@ def test_text_is_bounded_where_the_base_has_no_other_skill(tiny, ranking, monkey
         grow(tiny, ranking, PlanOptions(heads="auto", auto=Auto(**FEW)))
     assert refused.value.growth.skills == {}
     assert {each.beyond for each in refused.value.growth.candidates} == {("text",)}
+
+
+def test_text_that_the_base_only_guesses_bounds_nothing(tiny, ranking, monkeypatch, capsys):
+    made = Made({str(score.site): 2.0 for score in ranking.heads}, {})
+
+    def guessing(*given):
+        measured = made(*given)
+        return replace(measured, text=measured.text + 20 + (0 if given[1] is None else 0.05))  # nats; guessing is 7
+
+    monkeypatch.setattr(Measuring, "_measure", guessing)
+    chosen = grow(tiny, ranking, PlanOptions(heads="auto", auto=Auto(**FEW)))
+    assert all(not each.beyond for each in chosen.growth.candidates)
+    assert "no better than guessing" in " ".join(capsys.readouterr().err.split())
+
+
+def test_more_text_is_measured_only_where_a_part_leaves_the_bound_open(tiny, ranking):
+    chosen, subject = plan(ranking, heads=3), Subject.of(tiny)
+    questions = skill_questions(Skill(probe="kv", options={"pairs": 4}), tiny.tokenizer, Data(), 2, 5)
+
+    def measured(bound: float) -> tuple[PlanMeasurement, PlanMeasurement]:
+        auto = Auto(windows=3, skill_examples=2, text_bound=bound)
+        measuring = Measuring.of(
+            subject, questions, auto, data=Data(), tuning=SHORT, taught="kv", batch_size=8, seed=0, kept=None,
+        )  # fmt: skip
+        return measuring.base, measuring.measure([chosen], "a plan")[0]
+
+    base, part = measured(100.0)
+    assert (len(base.text), len(part.text)) == (12, 3)
+    change = mean(part.text_change(base))
+    assert 0 < change.value < change.ci95[1]
+    assert len(measured(0.0)[1].text) == 3  # beyond the bound by its value
+    whole = measured((change.value + change.ci95[1]) / 2)[1]
+    assert len(whole.text) == 12
+    assert np.array_equal(whole.text[:3], part.text)
+    assert np.array_equal(whole.text_change(base), whole.text - base.text)
 
 
 def test_what_tuning_takes_counts_too(tiny, ranking, monkeypatch):

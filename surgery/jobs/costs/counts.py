@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.choosing import way_of
-from surgery.choosing.bounded import SEED, TEXTS
+from surgery.choosing.bounded import MORE, SEED, TEXTS
 from surgery.choosing.task import Most
 from surgery.evaluation.contexts import readable
 from surgery.evaluation.speed import ROUNDS, decode_forwards
@@ -84,8 +84,9 @@ def planning(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, heads: int) -> 
         shapes = answer_shapes(tokenizer, each, recipe.locate.batch_size)  # type: ignore[arg-type]
         most = plans_measured(recipe, heads)
         work += Work.of(shapes) * most.asked
-        shapes += [(TEXTS, recipe.tune.text_tokens)] * -(-options.auto.windows // TEXTS)
         skills, n = skills_of_planning(recipe), options.auto.skill_examples
+        windows = options.auto.windows * (MORE if skills else 1)
+        shapes += [(TEXTS, recipe.tune.text_tokens)] * -(-windows // TEXTS)
         shapes += _skill_shapes(recipe, tokenizer, skills, n, recipe.seed + SEED, recipe.locate.batch_size)
         work += Work.of(shapes) * (most.plans + (heads.bit_length() + 1 if halving else 0))
     if options.state_size is not None:

@@ -67,7 +67,8 @@ class Auto(Section):
     examples: int = Field(default=128, ge=2, le=EXAMPLES)
     """Questions for each measurement."""
     windows: Examples = 32
-    """Windows of text for each measurement, of tune.text_tokens tokens."""
+    """Windows of text for each measurement, of tune.text_tokens tokens. Four times as many are measured where these leave open
+    whether the loss stays within text_bound."""
     text_weight: float = Field(default=4.0, ge=0, le=FACTOR, allow_inf_nan=False)
     """How much a nat of loss per token of text counts, relative to one per question: a question is one token among many."""
     least_gain: float = Field(default=0.02, ge=0, allow_inf_nan=False)
