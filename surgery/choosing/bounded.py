@@ -83,7 +83,8 @@ class Measuring:
         self.subject, self.questions, self.text, self.batch_size = subject, list(questions), text, batch_size
         self.skills = {name: list(asked) for name, asked in (skills or {}).items()}
         self.tuning, self.data, self.seed = tuning or Tune(), data or Data(), seed
-        self.windows, self.text_bound = (auto.windows, auto.text_bound) if auto is not None else (len(text[0]), None)
+        self.windows = len(text[0]) if auto is None else auto.windows
+        self.text_bound = None if auto is None else auto.text_bound
         conditions = subject.conditions.model_dump() if kept is not None else None
         asked = (self.questions, [part.tolist() for part in text], self.skills, self.windows, self.text_bound)
         self.ledger = Ledger(kept, "grow", conditions, hashlib.sha256(repr(asked).encode()).hexdigest(), batch_size)
