@@ -50,7 +50,7 @@ class PruneMeasurement(Record):
 
 class PruneOutcome(Record):
     """A cut and what is left. dropped: layers without mixer and MLP. silent: heads at zero, everywhere or (last_only) at each
-    row's last position. replaced: layers that come from a donor (donor_sweep.py)."""
+    row's last position. replaced: layers that come from a donor (replacement.py)."""
 
     what: str
     dropped: tuple[int, ...] = ()

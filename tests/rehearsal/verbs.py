@@ -32,8 +32,8 @@ from surgery.records.recipe import Bench, Locate, Tune
 from surgery.records.site import Site
 from surgery.splicing.load import load
 from surgery.splicing.splice import graft_parameters, splice, unsplice
+from surgery.studies.kv_sweep import kv_sweep
 from surgery.studies.prune import prune
-from surgery.studies.sweep import kv_sweep
 from surgery.tuning.loop import tune
 from surgery.world.tokenizer import build_tokenizer
 from tests.conftest import random_base

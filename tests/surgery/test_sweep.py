@@ -15,9 +15,9 @@ from surgery.records.plan import Plan
 from surgery.records.recipe import Locate
 from surgery.records.site import Site
 from surgery.splicing.splice import splice
-from surgery.studies.donor_sweep import replacement_sweep
+from surgery.studies.kv_sweep import CONTROL, kv_sweep
 from surgery.studies.prune import Pruner
-from surgery.studies.sweep import CONTROL, kv_sweep
+from surgery.studies.replacement import replacement_sweep
 from surgery.world.tokenizer import build_tokenizer
 from tests.conftest import VOCABULARY, random_llamba
 from tests.surgery.test_layer_graft import random_donor
