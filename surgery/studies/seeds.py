@@ -32,11 +32,9 @@ from surgery.runtime.processes import on_main
 from surgery.splicing.splice import adopt, splice
 from surgery.statistics import Estimate, Proportion
 from surgery.studies.figures import draw_seeds
-from surgery.studies.study import Findings, Measurements, Row, Study, Subjects
+from surgery.studies.study import KNOWLEDGE, TEXT, Findings, Measurements, Row, Study, Subjects, figures_of
 from surgery.tuning.trainable import with_own_mixers
 
-KNOWLEDGE, TEXT = "knowledge, change", "loss on text, change in nats"
-CHANGES = {KNOWLEDGE: "knowledge", TEXT: "perplexity"}
 LABELS = {KNOWLEDGE: "change of accuracy\n(higher is better)", TEXT: "change of loss, nats per token\n(lower is better)"}
 BASE, UNTRAINED, CONTROL, ELSEWHERE = "base", "untrained", "no graft", "random heads"
 SEED = ", seed "  # between a model and its seed, in the name of a row
@@ -69,7 +67,7 @@ class Seeds(Study):
             recipes = self._recipes(subjects.recipe, seed)
             chosen, reports, durations = _run_seed(subjects, recipes, subjects.out / f"seed-{seed}")
             sites[str(seed)] = tuple(map(str, chosen.sites))
-            rows += [Row(what=f"{name}{SEED}{seed}", figures=_figures(report)) for name, report in reports.items()]
+            rows += [Row(what=f"{name}{SEED}{seed}", figures=figures_of(report)) for name, report in reports.items()]
             for way, duration in durations.items():
                 seconds.setdefault(way, []).append(duration)
         return Measurements(
@@ -146,12 +144,6 @@ def _recorded(path: Path, seconds: float) -> float:
         return json.loads(path.read_text())
     write_text(path, json.dumps(seconds))
     return seconds
-
-
-def _figures(report: ModelReport) -> dict[str, Proportion | Estimate]:
-    """The columns of a row. The base has no changes, since it is what the others are compared with."""
-    changes = {column: report.change[name] for column, name in CHANGES.items() if name in report.change}
-    return {f"kv.{size}": accuracy for size, accuracy in report.kv.items()} | changes
 
 
 def _of_model(rows: Sequence[Row], name: str) -> list[dict[str, Proportion | Estimate]]:

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from surgery.errors import UserError
 from surgery.evaluation.bench import measure
 from surgery.evaluation.plots import name_lines
-from surgery.evaluation.results import ModelReport, value
+from surgery.evaluation.results import value
 from surgery.jobs.locating_stage import located
 from surgery.jobs.planning_stage import KEPT, planned
 from surgery.jobs.tuning_stage import tuned
@@ -24,14 +24,11 @@ from surgery.records.sections.section import Count
 from surgery.runtime import plotting
 from surgery.splicing.splice import adopt, cut_state, splice
 from surgery.splicing.state import state_size
-from surgery.statistics import Estimate, Proportion
-from surgery.studies.study import Findings, Measurements, Row, Study, Subjects
+from surgery.studies.study import KNOWLEDGE, TEXT, Findings, Measurements, Row, Study, Subjects, figures_of
 from surgery.tuning.state_sizes import shrink_state
 
 BASE, UNTRAINED, TUNED = "base", "grafted, not trained", "tuned"
 COLORS = {BASE: plotting.COLORS["base"], UNTRAINED: plotting.COLORS["spliced"], TUNED: plotting.COLORS["tuned"]}
-KNOWLEDGE, TEXT = "knowledge, change", "loss on text, change in nats"
-CHANGES = {KNOWLEDGE: "knowledge", TEXT: "perplexity"}
 
 
 class StateSize(Study):
@@ -67,7 +64,7 @@ class StateSize(Study):
                 description=_row(TUNED, size),
             )  # fmt: skip
         reports = measure(models, base.tokenizer, recipe.bench, data=recipe.data, seed=recipe.seed, cells=out / "cells")
-        rows = tuple(Row(what=name, figures=_figures(report)) for name, report in reports.items())
+        rows = tuple(Row(what=name, figures=figures_of(report)) for name, report in reports.items())
         cache = {name: {str(cost.context): cost.cache_bytes for cost in report.cost} for name, report in reports.items()}
         sizes = {"sizes": [whole, *self.sizes], "cache bytes": cache}
         return Measurements(
@@ -125,11 +122,6 @@ def _titles(of: dict[str, Any], held: dict[str, Any], sizes: list[int], largest:
 
 def _row(model: str, size: int) -> str:
     return f"{model}, state of {size}"
-
-
-def _figures(report: ModelReport) -> dict[str, Proportion | Estimate]:
-    changes = {column: report.change[name] for column, name in CHANGES.items() if name in report.change}
-    return {f"kv.{size}": accuracy for size, accuracy in report.kv.items()} | changes
 
 
 def summarise(size: int, of: dict[str, dict[str, Any]], cache: dict[str, dict[str, int]], whole: int) -> str:

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from surgery.errors import UserError
+from surgery.evaluation.results import ModelReport
 from surgery.loading.digests import Conditions
 from surgery.loading.opened import Checkpoint
 from surgery.locating.locate import rank
@@ -19,6 +20,10 @@ from surgery.records.record import Provenance, Record, Sealed
 from surgery.records.site import Site, SitesText
 from surgery.statistics import Estimate, Proportion
 from surgery.studies.prune import PruneOutcome, Pruner, minimal_model, shorten
+
+# What a model costs: columns of a row, and what a report calls each.
+KNOWLEDGE, TEXT = "knowledge, change", "loss on text, change in nats"
+CHANGES = {KNOWLEDGE: "knowledge", TEXT: "perplexity"}
 
 
 class Row(Record):
@@ -139,6 +144,12 @@ def leading(ranking: Ranking, role: Role, top: int = 1) -> list[Score]:
     scores = (ranking.columns[i] for i in ranking.columns.with_role(role))
     ablated = [score for score in scores if score.ablation_loss is not None]
     return sorted(ablated, key=lambda score: -score.ablation_loss.value)[:top]
+
+
+def figures_of(report: ModelReport) -> dict[str, Proportion | Estimate]:
+    """The columns of a row. The base has no changes, since it is what the others are compared with."""
+    changes = {column: report.change[name] for column, name in CHANGES.items() if name in report.change}
+    return {f"kv.{size}": accuracy for size, accuracy in report.kv.items()} | changes
 
 
 def rows(outcomes: Sequence[PruneOutcome]) -> tuple[Row, ...]:
