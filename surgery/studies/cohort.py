@@ -34,7 +34,7 @@ from surgery.runtime import plotting
 from surgery.runtime.processes import on_main
 from surgery.runtime.progress import say
 from surgery.statistics import Estimate, Proportion
-from surgery.studies.figures import LINES
+from surgery.studies.figures import LINES, whiskers
 from surgery.studies.study import Findings, Measurements, Row, Study, Subjects
 
 KNOWLEDGE, TEXT, LETTERS = "knowledge, change", "loss on text, change in nats", "letters"
@@ -158,9 +158,8 @@ class Cohort(Study):
                 for model, (mark, color) in MARKS.items():
                     if size in models.get(model, {}):
                         result = models[model][size]
-                        errors = [[value(result) - result.ci95[0]], [result.ci95[1] - value(result)]]
                         axis.errorbar(
-                            value(result), place, xerr=errors, fmt=mark, color=color, capsize=2.5, elinewidth=1.2,
+                            value(result), place, xerr=whiskers([result]), fmt=mark, color=color, capsize=2.5, elinewidth=1.2,
                             label=model if place == 0 else "",
                         )  # fmt: skip
             axis.axvline(_chance(size), color=plotting.CHANCE, lw=1.2, ls=(0, (1, 2)), label="chance")

@@ -37,9 +37,7 @@ def draw_bars(findings: Findings, title: str, path: Path) -> None:
         for i, (probe, color) in enumerate(PROBES.items()):
             results = [row.figures[probe] for row in rows]
             lengths = [value(result) for result in results]
-            below = [length - result.ci95[0] for length, result in zip(lengths, results, strict=True)]
-            above = [result.ci95[1] - length for length, result in zip(lengths, results, strict=True)]
-            axis.barh(centres + (i - 0.5) * 0.38, lengths, 0.36, xerr=(below, above), color=color, label=probe,
+            axis.barh(centres + (i - 0.5) * 0.38, lengths, 0.36, xerr=whiskers(results), color=color, label=probe,
                       error_kw={"lw": 1, "ecolor": "#24292F", "capsize": 2})  # fmt: skip
         for probe, guess in _guesses(findings).items():
             axis.axvline(guess, color=PROBES[probe], lw=1.6, ls=(0, (1, 1.5)), label=f"chance, {probe}")
@@ -48,6 +46,11 @@ def draw_bars(findings: Findings, title: str, path: Path) -> None:
         axis.set(xlabel=plotting.ACCURACY, xlim=(0, 1.02))
         _headline(figure, title)
         plotting.legend(figure, axis, columns=2)
+
+
+def whiskers(results: Sequence[Proportion | Estimate]) -> list[list[float]]:
+    """How far the 95% intervals reach below and above the values, as matplotlib takes it."""
+    return [[value(each) - each.ci95[0] for each in results], [each.ci95[1] - value(each) for each in results]]
 
 
 def retrieved(findings: Findings) -> list[float]:
@@ -135,9 +138,8 @@ def draw_matrices(findings: Findings, path: Path, subjects: Subjects, pairs: int
 
 def _draw_points(axis: Any, place: int, color: str, results: Sequence[Proportion | Estimate]) -> None:
     for i, result in enumerate(results):
-        x, height = place + (i - (len(results) - 1) / 2) * 0.6 / len(results), value(result)
-        errors = ([height - result.ci95[0]], [result.ci95[1] - height])
-        axis.errorbar(x, height, errors, fmt="o", ms=3.5, lw=1, color=color)
+        x = place + (i - (len(results) - 1) / 2) * 0.6 / len(results)
+        axis.errorbar(x, value(result), whiskers([result]), fmt="o", ms=3.5, lw=1, color=color)
 
 
 def _guesses(findings: Findings) -> dict[str, float]:

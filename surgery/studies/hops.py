@@ -36,6 +36,7 @@ from surgery.runtime import plotting
 from surgery.runtime.progress import Track
 from surgery.splicing.splice import adopt, splice
 from surgery.statistics import Proportion, proportion
+from surgery.studies.figures import whiskers
 from surgery.studies.study import Findings, Measurements, Row, Study, Subjects
 from surgery.tuning.trainable import with_own_mixers
 
@@ -119,9 +120,8 @@ class Hops(Study):
         with plotting.drawing(path, 1, 2, width=9.5, height=1.6 + 0.32 * len(names), sharey=True) as (figure, axes):
             for axis, column in zip(axes.flat, shown, strict=True):
                 results = [row.figures[column] for row in findings.rows]
-                ends = [[value(each) - each.ci95[0] for each in results], [each.ci95[1] - value(each) for each in results]]
                 colors = [_color(name) for name in names]
-                axis.barh(range(len(names)), [value(each) for each in results], 0.62, xerr=ends, color=colors,
+                axis.barh(range(len(names)), [value(each) for each in results], 0.62, xerr=whiskers(results), color=colors,
                           error_kw={"lw": 1, "ecolor": "#24292F", "capsize": 2})  # fmt: skip
                 axis.axvline(chance[column], color=plotting.CHANCE, lw=1.6, ls=(0, (1, 1.5)))
                 axis.set(xlabel=plotting.ACCURACY, xlim=(0, 1.02), title=column)

@@ -33,7 +33,7 @@ from surgery.records.site import Site
 from surgery.runtime import plotting
 from surgery.splicing.splice import install
 from surgery.statistics import Estimate, Proportion, difference, proportion, written
-from surgery.studies.figures import AT_RANDOM
+from surgery.studies.figures import AT_RANDOM, whiskers
 from surgery.studies.study import Findings, Measurements, Row, Study, Subjects
 from surgery.tuning.batches import held_out_windows
 
@@ -172,9 +172,8 @@ class WindowsAgainstCache(Study):
                 kind, tuned = about["kind"], bool(about["steps"])
                 label = f"{kind}, tuned" if tuned else kind
                 marker = {"fmt": "s" if tuned else "o", "ms": 8 if kind == ABLATION else 6}
-                errors = [[value(cell) - cell.ci95[0]], [cell.ci95[1] - value(cell)]]
                 axis.errorbar(
-                    about["cache"] / 2**20, value(cell), errors, **marker, lw=1, color=COLORS[kind],
+                    about["cache"] / 2**20, value(cell), whiskers([cell]), **marker, lw=1, color=COLORS[kind],
                     capsize=2, mfc="white" if kind == RANDOM else COLORS[kind], zorder=3 if kind in (WINDOWS, BOTH) else 2,
                     label=None if label in labelled else label,
                 )  # fmt: skip
