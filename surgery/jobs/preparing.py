@@ -24,8 +24,8 @@ from surgery.records.site import Site
 from surgery.runtime.memory import capacity, size
 from surgery.runtime.processes import state
 from surgery.runtime.progress import busy, say
+from surgery.splicing.donor import check_donor, layer_start
 from surgery.splicing.splice import adopt, check_sites, check_start
-from surgery.splicing.start import check_donor, layer_start
 from surgery.tuning import batches
 from surgery.tuning.state_sizes import check_size
 from surgery.tuning.trackers import check_trackers

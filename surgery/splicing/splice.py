@@ -21,10 +21,9 @@ from surgery.models.offloaded import device_of, fetched, is_offloaded, placehold
 from surgery.models.quantised import exact, has_quantised_weight, is_quantised, note
 from surgery.records.plan import Plan
 from surgery.records.site import Site
-from surgery.splicing.donor import DonorLayer
+from surgery.splicing.donor import DonorLayer, check_donor, fill_layer, layer_start
 from surgery.splicing.induction import check_induction, fill_copy, fill_induction, token_inputs, token_outputs
 from surgery.splicing.remembered import Surgery, opened, remember
-from surgery.splicing.start import check_donor, fill_layer, layer_start
 from surgery.splicing.state import Kept, with_less_state
 from surgery.splicing.windows import grafts_beneath, grafts_of_base, window_specs
 
