@@ -9,7 +9,7 @@ import numpy as np
 
 from surgery.errors import UserError
 from surgery.locating.atlas import draw_scores
-from surgery.locating.heads import KINDS, ROLES, Role, Score, gain
+from surgery.locating.heads import KINDS, ROLES, Score
 from surgery.locating.questions import probe_in_words
 from surgery.locating.ranked_heads import RankedHeads
 from surgery.records.names import display_name
@@ -17,8 +17,6 @@ from surgery.records.names import display_name
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from pandas import DataFrame
-
-__all__ = ["COLUMNS", "Ranking", "Role", "Score", "gain"]
 
 SHOWN = 10  # heads, where it is not said how many
 COLUMNS = ("splice_loss", "splice_gain", "attribution", "ablation_loss", "ablation_drop", "answer_mass", "pair_mass")

@@ -11,8 +11,9 @@ from surgery.errors import UserError
 from surgery.evaluation.results import ModelReport
 from surgery.loading.digests import Conditions
 from surgery.loading.opened import Checkpoint
+from surgery.locating.heads import Role, Score
 from surgery.locating.locate import rank
-from surgery.locating.ranking import Ranking, Role, Score
+from surgery.locating.ranking import Ranking
 from surgery.locating.subject import Subject
 from surgery.probes.knowledge import Knowledge
 from surgery.records.recipe import Recipe
