@@ -188,10 +188,11 @@ def _read(folder: Path) -> Corpus:
 
 class Windows:
     """The windows of `tokens` tokens, and the one behind each, that training sees, each with names of its own where `renaming`
-    gives them. Raises UserError for too short a text."""
+    gives them. repeats: the share of them that repeat a passage of their own, of a quarter to a half of the window, until
+    they end. Raises UserError for too short a text."""
 
-    def __init__(self, ids: np.ndarray, tokens: int, seed: int, renaming: Renaming | None = None):
-        self.ids, self.tokens, self.seed, self.renaming = ids, tokens, seed, renaming
+    def __init__(self, ids: np.ndarray, tokens: int, seed: int, renaming: Renaming | None = None, repeats: float = 0.0):
+        self.ids, self.tokens, self.seed, self.renaming, self.repeats = ids, tokens, seed, renaming, repeats
         self.count = (len(ids) - 1) // tokens - 1  # of a pass: one less than there are, for the shift
         if self.count < 1:
             raise UserError(
@@ -203,10 +204,19 @@ class Windows:
         """(size, tokens + 1): what the step with this number sees."""
         numbers = range(step * size, (step + 1) * size)
         windows = _cut(self.ids, [self._start(number) for number in numbers], self.tokens + 1)
+        if self.repeats:
+            windows = torch.stack([self._repeated(*each) for each in zip(windows, numbers, strict=True)])
         if self.renaming is None:
             return windows
         named = (random.Random(f"names {self.seed} {number}") for number in numbers)
         return torch.tensor([self.renaming(ids, rng) for ids, rng in zip(windows.tolist(), named, strict=True)])
+
+    def _repeated(self, window: Tensor, number: int) -> Tensor:
+        rng = random.Random(f"repeats {self.seed} {number}")
+        if rng.random() >= self.repeats:
+            return window
+        passage = rng.randint(max(1, self.tokens // 4), max(1, self.tokens // 2))
+        return window[torch.arange(len(window)) % passage]
 
     def _start(self, number: int) -> int:
         turn, place = divmod(number, self.count)

@@ -39,6 +39,9 @@ def corpus_card(
         rare = f"tokens that occur at most {options.rename.rare:g} times in a million"
         names = f", in each of which {rare} had been given other names"
         known = "It could know no rare name by heart, and was taught to retrieve in no other way."
+    if options.repeats:
+        names += f"; {options.repeats:.0%} of the windows repeated a passage of their own until they ended"
+        known = "It was taught to repeat passages of its text, and to retrieve in no other way."
     return f"""---
 library_name: transformers
 tags: [{model.config.model_type}]

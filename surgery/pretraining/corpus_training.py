@@ -79,7 +79,7 @@ def train_on_corpus(model: PreTrainedModel, corpus: Corpus, recipe: PretrainReci
     options = recipe.corpus
     assert options is not None
     renaming = Renaming(corpus.tokenizer, corpus.pairs, options.rename.rare) if options.rename else None
-    windows = Windows(corpus.train, options.tokens, recipe.seed, renaming)
+    windows = Windows(corpus.train, options.tokens, recipe.seed, renaming, options.repeats)
     held_out = HeldOut.of(corpus, options)
     trained = dict(model.named_parameters())
     anew = f"remove the folder {work} to begin anew"

@@ -109,6 +109,8 @@ class CorpusOptions(Section):
     rename: CorpusRename | None = Field(default=None, exclude_if=lambda rename: rename is None)
     """Gives rare tokens other names from the first step on: in every window anew, and alike throughout it, so that repeats
     have to be recalled. The log then has the loss on repeated rare pairs of held-out text and on their first occurrences."""
+    repeats: float = Field(default=0.0, ge=0, le=1, exclude_if=lambda share: not share)
+    """The share of the windows that repeat a passage of their own until they end. Models learn to recall sooner from them."""
     about: str = ""
     """For the model card: where the text comes from, and its licence."""
 
