@@ -9,6 +9,7 @@ tools/fill_pages.py fills docs/evidence/ways.md.
 """
 
 import argparse
+import json
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -47,6 +48,7 @@ CASES = (
     Case("tiny-letters", 103, ("demo", "skills")),
     Case("tiny-mamba", 104, ("demo-mamba1", "letters-kept-mamba1")),
     Case("tiny-mamba2", 105, ("demo-mamba2", "demo-auto")),
+    Case("tiny-mlstm", 106, ("seeds-mlstm",)),
 )
 
 
@@ -61,9 +63,11 @@ class FreshRun(Record):
 
 
 class FreshBase(Record):
-    """A base by task, and its runs by recipe."""
+    """A base's accuracy on dictionaries after pretraining, by pairs; and by task, with its runs by recipe. There are none where
+    `surgery run MODEL` declines the base."""
 
     seed: int
+    pretrained: dict[str, float]
     figures: dict[str, Proportion]
     runs: dict[str, FreshRun]
 
@@ -82,12 +86,12 @@ def main() -> None:
     chosen = [case for case in CASES if options.only in (None, case.name)]
     reports = {case: runs_of(case, options.folder) for case in chosen}
     if options.only is None:
-        bases = {case.base: fresh_base(case, of) for case, of in reports.items()}
+        bases = {case.base: fresh_base(case, options.folder, of) for case, of in reports.items()}
         RECORD.write_text(FreshBases(**environment().model_dump(), bases=bases).text())
 
 
 def runs_of(case: Case, folder: Path) -> dict[str, Report]:
-    """The reports by recipe."""
+    """The reports by recipe; none of a base that is declined."""
     base = folder / "bases" / case.name
     if not (base / "measured.json").exists():
         training = read_pretrain_recipe(ROOT / "recipes" / f"{case.base}.yaml").model_copy(update={"seed": case.seed})
@@ -99,6 +103,8 @@ def runs_of(case: Case, folder: Path) -> dict[str, Report]:
         if not (out / "report.json").exists():
             what = [base] if recipe == CHOSEN else [ROOT / "recipes" / f"{recipe}.yaml", *changes(base)]
             surgery("run", *what, "--out", out, "--resume")
+        if recipe == CHOSEN and not out.exists():
+            return {}
         reports[recipe] = Report.read(out / "report.json", unsealed="refuse")
     return reports
 
@@ -110,16 +116,21 @@ def changes(base: Path) -> list[str]:
 
 
 def surgery(*arguments: str | Path) -> None:
-    """Raises SystemExit where it fails; status 1 says that the hybrid lost something, which is a finding."""
+    """Raises SystemExit where it fails; status 1 is a finding: the base is declined, or the hybrid lost something."""
     command = [sys.executable, "-m", "surgery", *map(str, arguments)]
     say(" ".join(command[2:]))
     if (status := subprocess.run(command, check=False).returncode) not in (0, 1):
         raise SystemExit(status)
 
 
-def fresh_base(case: Case, reports: dict[str, Report]) -> FreshBase:
-    base = reports[CHOSEN].models["base"]
-    return FreshBase(seed=case.seed, figures=figures(base), runs={name: fresh_run(of) for name, of in reports.items()})
+def fresh_base(case: Case, folder: Path, reports: dict[str, Report]) -> FreshBase:
+    measured = json.loads((folder / "bases" / case.name / "measured.json").read_text())
+    return FreshBase(
+        seed=case.seed,
+        pretrained={name: task["accuracy"] for name, task in measured.items() if name.startswith("kv.")},
+        figures=figures(reports[CHOSEN].models["base"]) if reports else {},
+        runs={name: fresh_run(of) for name, of in reports.items()},
+    )
 
 
 def fresh_run(report: Report) -> FreshRun:
