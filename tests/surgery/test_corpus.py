@@ -12,6 +12,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 
 from surgery.errors import UserError
 from surgery.evaluation.report import Report
@@ -115,13 +117,14 @@ def test_a_pass_shows_every_window_once_in_an_order_of_its_own():
 def test_every_window_has_names_of_its_own(recipe, tmp_path, monkeypatch):
     """The log then says what a repeated pair costs, and what the same pairs cost where they stand first."""
     named = recipe.model_copy(
-        update={"corpus": recipe.corpus.model_copy(update={"rename": Rename(rare=20_000.0), "tokens": 64})}
+        update={"corpus": recipe.corpus.model_copy(update={"rename": Rename(rare=20_000.0), "tokens": 64, "repeats": 0.25})}
     )
     monkeypatch.setattr(corpus_training, "RARE", 10_000.0)
     run(named, tmp_path / "base")
     log = [json.loads(line) for line in (tmp_path / "base" / "log.jsonl").read_text().splitlines()]
     assert {"hits", "firsts"} < {*log[-1]}
-    assert "had been given other names" in (tmp_path / "base" / "README.md").read_text()
+    card = (tmp_path / "base" / "README.md").read_text()
+    assert "had been given other names; 25% of the windows repeated a passage" in card
     corpus = prepared(named.corpus, tmp_path)
     renaming = Renaming(corpus.tokenizer, corpus.pairs, 20_000.0)
     plain, renamed = (Windows(corpus.train, 64, 0, names).batch(1, 4).numpy() for names in (None, renaming))
@@ -130,6 +133,19 @@ def test_every_window_has_names_of_its_own(recipe, tmp_path, monkeypatch):
         assert ((before[:, None] == before) == (after[:, None] == after)).all()
     again = Windows(corpus.train, 64, 0, renaming)
     assert (again.batch(1, 4).numpy() == renamed).all()
+
+
+@given(st.integers(2, 40), st.floats(0, 1), st.integers(0, 5))
+def test_some_windows_repeat_a_passage_until_they_end(tokens, repeats, seed):
+    """The others are as they would be, and so is the beginning of these."""
+    ids = np.arange(tokens * 60)
+    plain, repeated = (Windows(ids, tokens, seed, repeats=share).batch(0, 50).numpy() for share in (0.0, repeats))
+    changed = (plain != repeated).any(1)
+    assert changed.mean() == pytest.approx(repeats, abs=0.3)
+    for before, after in zip(plain[changed], repeated[changed], strict=True):
+        passage = len({*after.tolist()})
+        assert max(1, tokens // 4) <= passage <= max(1, tokens // 2)
+        assert after.tolist() == [before[i % passage] for i in range(tokens + 1)]
 
 
 def test_held_out_windows_are_spread_over_the_text():
@@ -574,7 +590,7 @@ def test_nothing_but_numbers_of_steps_is_free(recipe, tmp_path):
     """Every setting is either compared when a training goes on, or said to be free."""
     corpus = prepared(recipe.corpus, tmp_path)
     assert "start" not in corpus_training._settings(recipe, corpus)  # so that those of version 0.13 go on
-    renamed = recipe.corpus.model_copy(update={"rename": Rename()})
+    renamed = recipe.corpus.model_copy(update={"rename": Rename(), "repeats": 0.5})
     fixed = corpus_training._settings(recipe.model_copy(update={"start": "model", "corpus": renamed}), corpus)
     assert set(PretrainRecipe.model_fields) == set(fixed) | corpus_training.FREE | {"mixed_precision"}
     compared = set(fixed["corpus"]) - {"text", "mixed_precision"}  # the latter stands where version 0.11 had it
