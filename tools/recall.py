@@ -83,12 +83,12 @@ def main() -> None:
     for novel in NOVELS:
         data = recipe.data.model_copy(update={"held_out_text": f"books/valid/{novel}.txt"})
         text = hit_texts(recipe.bench, loaded.tokenizer, data, recipe.seed)[f"{HITS}.{LENGTH}"]
-        kinds = _kinds(text, seen_apart(text.rows.ids.numpy(), counts, RARE))
-        tokens[novel] = {kind: int(chosen.sum()) for kind, chosen in kinds.items()}
+        by_kind = kinds(text, seen_apart(text.rows.ids.numpy(), counts, RARE))
+        tokens[novel] = {kind: int(chosen.sum()) for kind, chosen in by_kind.items()}
         losses = {name: base_losses(model, recipe, text) for name, model in models.items()}
         losses[CACHED] = mixed(losses[BASE], text.rows.ids.numpy(), {int(order): share for order, share in weights.items()})
         for name, each in losses.items():
-            loss[name][novel] = {kind: float(each[chosen].mean()) for kind, chosen in kinds.items()}
+            loss[name][novel] = {kind: float(each[chosen].mean()) for kind, chosen in by_kind.items()}
         say(f"{novel}: " + "; ".join(f"{name} {loss[name][novel][APART]:.3f}" for name in loss))
     change = {
         name: {
@@ -137,7 +137,7 @@ def over_documents(values: np.ndarray) -> OverDocuments:
     )
 
 
-def _kinds(text: ChosenTokens, apart: np.ndarray) -> dict[str, np.ndarray]:
+def kinds(text: ChosenTokens, apart: np.ndarray) -> dict[str, np.ndarray]:
     """By kind which tokens behind each row's first, (rows, t - 1) bool."""
     repeated = text.chosen[:, 1:]
     return {HITS: repeated, APART: apart[:, 1:], ALL: np.ones_like(repeated)}
