@@ -9,32 +9,21 @@ from surgery.evaluation import markdown
 from surgery.evaluation.judgement import did_it_help
 from surgery.evaluation.report import Report
 from surgery.evaluation.results import HITS, OTHERS, ModelReport, value
-from surgery.records.pretrain_recipe import read_pretrain_recipe
 from tools.copy_cache import CopyCache
 from tools.recall import ALL, APART, BASE, Recall
+from tools.recall_places import RECORD as PLACES
+from tools.recall_places import Change, RecallPlaces
 
 ROOT = Path(__file__).parent.parent
-RECIPE = ROOT / "recipes" / "tiny-books.yaml"
-CARD = ROOT / "checkpoints" / "tiny-books" / "README.md"
 CACHE = ROOT / "recipes" / "copy-cache.json"
 RECALL = ROOT / "recipes" / "recall.json"
 REPORT = ROOT / "recipes" / "books.report.json"
 
 
-def base() -> str:
-    """What it is: the card of the checkpoint, without its head; as long as there is none, what the recipe says."""
-    if CARD.exists():
-        _, _, body = CARD.read_text().partition("\n# ")
-        return body.partition("\n")[2].strip()
-    recipe = read_pretrain_recipe(RECIPE)
-    fields, corpus = recipe.architecture, recipe.corpus
-    assert corpus is not None
-    return (
-        f"The checkpoint is still being trained. It is going to be a {fields['model_type']} of {fields['num_hidden_layers']} "
-        f"layers, hidden size {fields['hidden_size']}, {fields['num_heads']} heads of {fields['head_dim']} and a state of "
-        f"{fields['state_size']}, with a byte-level BPE of {corpus.vocabulary:,} tokens, trained in windows of {corpus.tokens} "
-        f"tokens, {corpus.batch_size} in a step."
-    )
+def card(name: str) -> str:
+    """What a base is: the card of the checkpoint, without its head."""
+    _, _, body = (ROOT / "checkpoints" / name / "README.md").read_text().partition("\n# ")
+    return body.partition("\n")[2].strip()
 
 
 def operation() -> str:
@@ -106,6 +95,43 @@ def recall() -> str:
             f"Measured {record.created[:10]} by version {record.toolkit} (`recipes/recall.json`).",
         ]
     )
+
+
+def recall_places() -> str:
+    """Whether it matters on prose where the attention is, with novels as units."""
+    record = RecallPlaces.read(PLACES, unsealed="refuse")
+    lengths = list(record.tokens)
+    shown = lengths[1]
+    names = {HITS: "repeated rare bigrams", APART: "rare tokens, no bigram", ALL: "all tokens"}
+    kinds = [["tokens", *(f"{record.tokens[shown][kind]:,}" for kind in names)]]
+    kinds.append(["base: loss, mean over novels", *(f"{record.loss[shown][kind]:.3f}" for kind in names)])
+    kinds += [[name, *(str(of[shown][kind].over.mean) for kind in names)] for name, of in record.change.items()]
+    sizes = [["base: loss", *(f"{record.loss[length][HITS]:.3f}" for length in lengths)]]
+    sizes += [[name, *(str(of[length][HITS].over.mean) for length in lengths)] for name, of in record.change.items()]
+    beyond = [
+        [name, *(f"{of[length][HITS].over.mean}; {_better(of[length][HITS])}" for length in lengths)]
+        for name, of in record.beyond.items()
+    ]
+    rows = [f"rows of {int(length):,} tokens" for length in lengths]
+    drawn = "; ".join(f"{where}: {', '.join(plans)}" for where, plans in record.drawn.items())
+    novels = len(next(iter(record.beyond.values()))[shown][HITS].novels)
+    return "\n\n".join(
+        [
+            markdown.table([f"change to the base, nats, rows of {int(shown):,} tokens", *names.values()], kinds),
+            markdown.table(["repeated rare bigrams, change to the base", *rows], sizes),
+            markdown.table(["repeated rare bigrams, the tuned grafts at the located heads against", *rows], beyond),
+            f"Means over {novels} novels by two authors of whom the base has read nothing, with 95% intervals over novels; in "
+            "the last table also the number of novels in which the interval over rows is below 0. Random heads: the mean of "
+            f"{len(record.drawn['heads of other layers'])} draws. Heads: {drawn}; gate {record.blend:g}, {record.steps} steps. "
+            f"Measured {record.created[:10]} on {record.machine}, version {record.toolkit} (`recipes/recall-places.json`, "
+            "`python -m tools.recall_places`).",
+        ]
+    )
+
+
+def _better(change: Change) -> str:
+    below = sum(each.ci95[1] < 0 for each in change.novels.values())
+    return f"{below} of {len(change.novels)}"
 
 
 def _cell(model: ModelReport, task: str) -> str:

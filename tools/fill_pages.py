@@ -511,8 +511,14 @@ PAGES: dict[Path, dict[str, Callable[[], str]]] = {
     EVIDENCE / "lengths.md": {"lengths": lengths},
     EVIDENCE / "transformer.md": {"retrieval-aware": retrieval_aware},
     EVIDENCE / "state.md": {"state-size": state_size},
-    EVIDENCE / "text.md": {"tiny-books": books_page.base, "books": books_page.operation, "recall": books_page.recall},
-    EVIDENCE / "ways.md": {"ways": ways_page.ways},
+    EVIDENCE / "text.md": {
+        "tiny-books": partial(books_page.card, "tiny-books"),
+        "books": books_page.operation,
+        "recall": books_page.recall,
+        "tiny-names": partial(books_page.card, "tiny-names"),
+        "recall-places": books_page.recall_places,
+    },
+    EVIDENCE / "ways.md": {"ways": ways_page.ways, "fresh-bases": ways_page.fresh_bases},
     EVIDENCE / "table.md": {
         "table mamba2": partial(table_of, "demo-mamba2", "table"),
         "table needles": partial(table_of, "lengths", "table-needles"),

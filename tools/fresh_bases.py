@@ -19,8 +19,10 @@ from surgery.evaluation.report import Report
 from surgery.evaluation.results import ModelReport, value
 from surgery.pretraining.pretrain import pretrain
 from surgery.records.names import is_control
+from surgery.records.plan import Plan
 from surgery.records.pretrain_recipe import read_pretrain_recipe
 from surgery.records.record import Environment, Record, Sealed, environment
+from surgery.records.site import shortened
 from surgery.runtime.progress import say
 from surgery.statistics import Estimate, Proportion
 
@@ -138,8 +140,23 @@ def fresh_run(report: Report) -> FreshRun:
     controls = [of.results()[SEEN] for name, of in report.models.items() if is_control(name)]
     proportions = [of for of in controls if isinstance(of, Proportion)]
     return FreshRun(
-        plan=str(report.plan), figures=figures(tuned), change=tuned.change, control=max(proportions, key=value, default=None)
+        plan=_told(report.plan), figures=figures(tuned), change=tuned.change, control=max(proportions, key=value, default=None)
     )
+
+
+def _told(plan: Plan | None) -> str:
+    if plan is None:
+        return ""
+    return shortened(plan.sites) + ("" if plan.blend is None else f", gate {plan.blend:g}")
+
+
+def behind_hand_set(runs: dict[str, FreshRun]) -> dict[str, float]:
+    """By task, how much more the best recipe that was set by hand answers than the run that chooses its own."""
+    by_hand = [run for name, run in runs.items() if name != CHOSEN]
+    return {
+        task: max(run.figures[task].accuracy for run in by_hand) - runs[CHOSEN].figures[task].accuracy
+        for task in (SEEN, UNSEEN)
+    }
 
 
 def figures(model: ModelReport) -> dict[str, Proportion]:

@@ -1,11 +1,14 @@
 """What docs/evidence/ways.md says of the ways of choosing heads: from the record of the study `ways`."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from surgery.evaluation import markdown
 from surgery.evaluation.results import value
+from surgery.statistics import Proportion
 from surgery.studies import Findings
 from surgery.studies.ways import AGAINST, BASE, CHANGE, DEFAULT, HEADS, OF, UNSEEN, Ways, agreement
+from tools import fresh_bases as fresh
 
 RECORD = Path(__file__).parent.parent / "recipes" / "ways.findings.json"
 
@@ -61,3 +64,36 @@ def _draws(record: Findings) -> list[list[str]]:
     about = next(iter(record.about.values()))
     draws: list[list[str]] = next(iter(about["sites"]["random"].values()))
     return draws
+
+
+def fresh_bases() -> str:
+    """Bases with seeds that were never used before: the run that chooses its recipe beside recipes that were set by hand."""
+    record = fresh.FreshBases.read(fresh.RECORD, unsealed="refuse")
+    header = ["base, seed", "recipe", "64 pairs", "unseen keys", "knowledge", "best control", "plan"]
+    body: list[list[str]] = []
+    for name, base in record.bases.items():
+        first = f"{name}, {base.seed}"
+        if not base.runs:
+            body.append([first, "declined: it does not retrieve", *[""] * 5])
+            continue
+        body.append([first, "the base", *_cells(base.figures), "", ""])
+        for recipe, run in base.runs.items():
+            called = "`surgery run MODEL`" if recipe == fresh.CHOSEN else f"`recipes/{recipe}.yaml`"
+            control = "" if run.control is None else f"{run.control.accuracy:.3f}"
+            body.append(["", called, *_cells(run.figures), control, run.plan])
+    chosen_ones = {name: base.runs for name, base in record.bases.items() if base.runs}
+    behind = {name: fresh.behind_hand_set(runs) for name, runs in chosen_ones.items()}
+    most = max(max(0.0, *each.values()) for each in behind.values())
+    return "\n\n".join(
+        [
+            markdown.table(header, body),
+            f"On {len(chosen_ones)} bases `surgery run MODEL`, with nothing set, is behind the best hand-set recipe by at most "
+            f"{most:.3f}, with keys that tuning used and with others. {fresh.LIMIT} questions a cell, 64 pairs; best control: "
+            f"with keys that tuning used. Measured {record.created[:10]} on {record.machine}, version {record.toolkit} "
+            "(`recipes/fresh-bases.json`, `python -m tools.fresh_bases`).",
+        ]
+    )
+
+
+def _cells(figures: Mapping[str, Proportion]) -> list[str]:
+    return [f"{figures[task].accuracy:.3f}" if task in figures else "" for task in (fresh.SEEN, fresh.UNSEEN, "knowledge")]
