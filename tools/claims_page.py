@@ -15,6 +15,7 @@ from surgery.studies import Findings, windows
 from surgery.studies.cohort import KNOWLEDGE, SAME_LAYER, UNSEEN, WELL
 from surgery.studies.seeds import BASE, CONTROL, SEED, TEXT
 from surgery.studies.ways import DEFAULT, common_gains, costs
+from tools import fresh_bases as fresh
 from tools.copy_cache import CopyCache
 from tools.estimate_check import Check
 from tools.foreign_words import ForeignWords
@@ -57,7 +58,7 @@ def source(record: Report | Findings, file: str) -> str:
 def claims() -> str:
     """The table of claims."""
     parts: tuple[Callable[[], Sequence[str]], ...] = (
-        _demo, _auto, _ways, _seeds, _mamba1, _deltanet, _kda, _mlstm, _cohort, _seed2, _lengths, _transformer, _state,
+        _demo, _auto, _ways, _fresh, _seeds, _mamba1, _deltanet, _kda, _mlstm, _cohort, _seed2, _lengths, _transformer, _state,
         _windows, _text, _words,
         lambda: _letters("letters-choice", "without bounds", LOSS), lambda: _letters("letters-kept", "within bounds", SHOWN),
         lambda: _letters("letters-kept-mamba1", "within bounds, Mamba-1", SHOWN),
@@ -136,6 +137,19 @@ def _ways() -> list[str]:
         f"{len(gains[DEFAULT])} cases on {toys} toys, 1 seed",
         f"random heads of the same layer: {mean['layer']:+.3f}; of all: {mean['random']:+.3f}",
         source(record, "ways.findings.json"), SHOWN,
+    ]  # fmt: skip
+
+
+def _fresh() -> list[str]:
+    record = fresh.FreshBases.read(fresh.RECORD, unsealed="refuse")
+    ran = [base for base in record.bases.values() if base.runs]
+    chosen = sorted(base.runs[fresh.CHOSEN].figures[fresh.SEEN].accuracy for base in ran)
+    behind = max(gap for base in ran for gap in fresh.behind_hand_set(base.runs).values())
+    return [
+        f"[`surgery run MODEL`, nothing set](ways.md#bases-never-seen-before): 64 pairs {chosen[0]:.3f} to {chosen[-1]:.3f}",
+        f"{len(ran)} bases, seeds never used; {len(record.bases) - len(ran)} more declined",
+        f"best hand-set recipe: better by at most {max(0.0, behind):.3f}",
+        f"[fresh-bases](../../recipes/fresh-bases.json), {record.toolkit}, {record.created[:10]}", SHOWN,
     ]  # fmt: skip
 
 

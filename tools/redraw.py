@@ -10,7 +10,7 @@ from surgery.evaluation.report_figures import draw
 from surgery.records.recipe import Recipe
 from surgery.studies import Findings, make
 from surgery.studies.redraw import redraw
-from tools import cache_figure, mixers_figure
+from tools import cache_figure, mixers_figure, names_figure
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 REPORTS = {  # figure in recipes/ -> its report, and its file there
@@ -25,7 +25,7 @@ def main() -> None:
             draw(Report.read(RECIPES / f"{name}.report.json"), Path(folder), only=file)
             _take(Path(folder) / file, RECIPES / shown)
             print(shown)
-        for name, own in (("mixers.png", mixers_figure), ("gain-cache.png", cache_figure)):
+        for name, own in (("mixers.png", mixers_figure), ("gain-cache.png", cache_figure), ("tiny-names.png", names_figure)):
             own.draw(Path(folder) / name)
             _take(Path(folder) / name, RECIPES / name)
         for path in sorted(RECIPES.rglob("*.findings.json")):
