@@ -1,4 +1,4 @@
-"""What tools/recall.py finds in prose, by definition; and that its intervals over documents hold what they are to hold."""
+"""What tools/recall.py and tools/recall_places.py find in prose, by definition; and that their intervals hold what they are to."""
 
 from itertools import pairwise
 
@@ -10,7 +10,8 @@ from hypothesis.extra.numpy import arrays
 
 from surgery.probes.hits import PairCounts, hits
 from surgery.statistics import mean
-from tools.recall import over_documents, seen_apart
+from tools.recall import ALL, over_documents, seen_apart
+from tools.recall_places import Losses
 
 ROWS = arrays(np.int64, st.tuples(st.integers(1, 4), st.integers(1, 40)), elements=st.integers(0, 5))
 SIMULATIONS = 2000
@@ -55,3 +56,13 @@ def test_means_over_documents_are_covered_where_documents_and_rows_differ(docume
     assert np.mean(covered_by) >= LEAST
     assert np.mean(new) >= LEAST
     assert np.mean(stretches) < 0.7
+
+
+@given(st.integers(2, 6), st.integers(0, 99))
+def test_a_change_over_rows_is_that_of_the_means_over_tokens(rows, seed):
+    rng = np.random.default_rng(seed)
+    chosen = rng.random((rows, 9)) < 0.4
+    chosen[0, 0] = True
+    before, after = (Losses(rng.normal(size=(rows, 9)), {ALL: chosen}) for _ in range(2))
+    assert after.change(before, ALL).value == pytest.approx(after.mean(ALL) - before.mean(ALL))
+    assert after.change(after, ALL).ci95 == pytest.approx((0.0, 0.0))
