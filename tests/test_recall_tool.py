@@ -1,4 +1,4 @@
-"""What tools/recall.py and tools/recall_places.py find in prose, by definition; and that their intervals hold what they are to."""
+"""What tools/recall.py and tools/recall_places.py find in prose, by definition; and that their intervals hold what they should."""
 
 from itertools import pairwise
 
