@@ -1,4 +1,4 @@
-"""What tools/recall.py and tools/recall_places.py find in prose, by definition; and that their intervals hold what they should."""
+"""What tools/recall.py and tools/recall_places.py find in prose, by definition; and intervals over documents, by simulation."""
 
 from itertools import pairwise
 
