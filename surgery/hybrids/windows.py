@@ -31,7 +31,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from surgery.hybrids.patching import become
 
 BLOCK = 256  # queries that are computed together: of no prompt are all scores stored at once
-NAME = "mamba_surgery_windows"  # of `attend` among transformers' attention functions
+# Of `attend` among the attention functions of a process. An export brings its own copy of this file, and both may be there.
+NAME = f"mamba_surgery_windows of {__name__}"
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 

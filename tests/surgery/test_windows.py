@@ -1,17 +1,21 @@
 """Windows: heads of a model's own attention that read the first tokens and the latest ones, and keep no others."""
 
+import importlib.util
+import sys
 from itertools import pairwise
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import surgery
 from surgery.choosing.windows import plan_windows
 from surgery.errors import UserError
 from surgery.evaluation.judgement import judge
 from surgery.evaluation.report import Report
+from surgery.hybrids import windows
 from surgery.hybrids.windows import AttentionWindow, WindowedLayer, with_windows
 from surgery.kernels.attention import graft_attention
 from surgery.locating.matrices import mixing_matrices
@@ -374,3 +378,14 @@ def test_a_run_with_windows_asks_what_is_kept(surgery, tmp_path, painted):
     assert any("After 64 tokens its cache takes" in detail for detail in judgement.details)
     status, _, error = surgery("run", "recipe.yaml", "--dry-run")
     assert status == 0, error
+
+
+def test_a_second_copy_of_the_code_takes_nothing_from_the_first():
+    """An export loaded with trust_remote_code brings one into the process."""
+    spec = importlib.util.spec_from_file_location("elsewhere_windows", windows.__file__)
+    other = importlib.util.module_from_spec(spec)
+    sys.modules["elsewhere_windows"] = other  # dataclasses look there
+    spec.loader.exec_module(other)
+    del sys.modules["elsewhere_windows"]
+    assert ALL_ATTENTION_FUNCTIONS[windows.NAME] is windows.attend
+    assert ALL_ATTENTION_FUNCTIONS[other.NAME] is other.attend
