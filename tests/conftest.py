@@ -205,6 +205,14 @@ def fresh_process(monkeypatch, read_back_here):
     monkeypatch.setattr(verify, "ask", read_back_here)
 
 
+@pytest.fixture(autouse=True)
+def nothing_stays_on():
+    """No test leaves a mode of torch behind, such as a default device: what is compiled later would trace it."""
+    yield
+    assert not torch._C._len_torch_function_stack()
+    assert torch.get_default_dtype() == torch.float32
+
+
 @pytest.fixture(scope="session", autouse=True)
 def timed_once():
     """What is timed, and no test looks at the time: of each round of decoding one token, where a bench says what tokens cost,
