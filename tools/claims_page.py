@@ -19,6 +19,9 @@ from tools import fresh_bases as fresh
 from tools.copy_cache import CopyCache
 from tools.estimate_check import Check
 from tools.foreign_words import ForeignWords
+from tools.recall import CACHED
+from tools.recall_places import ADAPTERS, ELSEWHERE, GRAFTS, LOCATED, TUNED, RecallPlaces
+from tools.recall_places import RECORD as PLACES
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 SHOWN, PRICE, PART, NOT, LOSS = "shown", "shown, at a price", "in part", "not shown", "a loss, shown"
@@ -59,7 +62,7 @@ def claims() -> str:
     """The table of claims."""
     parts: tuple[Callable[[], Sequence[str]], ...] = (
         _demo, _auto, _ways, _fresh, _seeds, _mamba1, _deltanet, _kda, _mlstm, _cohort, _seed2, _lengths, _transformer, _state,
-        _windows, _text, _words,
+        _windows, _text, _places, _words,
         lambda: _letters("letters-choice", "without bounds", LOSS), lambda: _letters("letters-kept", "within bounds", SHOWN),
         lambda: _letters("letters-kept-mamba1", "within bounds, Mamba-1", SHOWN),
         _skills, _target,
@@ -274,6 +277,31 @@ def _text() -> list[str]:
     ]  # fmt: skip
 
 
+def recall_places() -> tuple[str, RecallPlaces]:
+    """The longest rows that were measured, and the record."""
+    record = RecallPlaces.read(PLACES, unsealed="refuse")
+    return list(record.tokens)[-1], record
+
+
+def _saves(name: str) -> float:
+    """Nats on repeated rare bigrams of the longest rows, the mean over novels."""
+    length, record = recall_places()
+    return -record.change[name][length][HITS].over.mean.value
+
+
+def _places() -> list[str]:
+    length, record = recall_places()
+    novels = len(next(iter(record.change.values()))[length][HITS].novels)
+    return [
+        f"[Prose, a base that has to recall](text.md#a-base-that-has-to-recall): untrained grafts at the located heads save "
+        f"{_saves(GRAFTS + LOCATED):.2f} nats on repeated rare bigrams, tuned ones {_saves(GRAFTS + LOCATED + TUNED):.2f}",
+        f"`tiny-names`, 1 seed, {novels} novels",
+        f"untrained n-gram cache {_saves(CACHED):.2f}; adapters alone {_saves(ADAPTERS):.2f}; grafts in other layers, tuned "
+        f"{_saves(GRAFTS + ELSEWHERE + TUNED):.2f}",
+        f"[recall-places](../../recipes/recall-places.json), {record.toolkit}, {record.created[:10]}", PART,
+    ]  # fmt: skip
+
+
 def copy_cache() -> CopyCache:
     return CopyCache.read(RECIPES / "copy-cache.json", unsealed="refuse")
 
@@ -398,9 +426,6 @@ def _demo_words(record: Report) -> str:
 
 def status() -> str:
     """What is shown, in part, and not."""
-    books, task = report("books"), f"{HITS}.4096"
-    saved = {name: of(books, "base", task) - of(books, name, task) for name in ("tuned", "control_random_site_tuned")}
-    cache = -copy_cache().change[task].value
     free, kept = (report(name) for name in ("letters-choice", "letters-kept"))
     edited = sum(row.endswith(": tuned") for name in ("skills", "skills-shapes") for row in rows_of(findings(name)))
     foreign = words().accuracy
@@ -419,8 +444,9 @@ knowledge by {cohort_costs()[1]:.3f}; on {stopped} no plan keeps the other skill
 - **Shown** on toys that answer lettered questions ({edited} of Mamba-2, one of Mamba-1): an edit within bounds keeps them \
 ({of(kept, "base", "letters"):.3f} to {of(kept, "tuned", "letters"):.3f} on one). Without bounds \
 {of(free, "tuned", "letters"):.3f} is left there.
-- **Not shown** on prose: an added copy mechanism saves {saved["tuned"]:.2f} nats on repeated rare bigrams, one at random \
-places {saved["control_random_site_tuned"]:.2f}, an untrained n-gram cache {cache:.2f}.
+- **In part** on prose: on a toy that has to recall, untrained grafts at the located heads save {_saves(GRAFTS + LOCATED):.2f} \
+nats on repeated rare bigrams, at random heads of other layers {_saves(GRAFTS + ELSEWHERE):.2f}; but adapters without a graft \
+save {_saves(ADAPTERS):.2f}, an untrained n-gram cache {_saves(CACHED):.2f}. Where a base hardly recalls, nothing is shown.
 - **Not shown** for words that the base does not know: {foreign["base"]["foreign"]["16"].accuracy:.3f} to \
 {foreign["hybrid"]["foreign"]["16"].accuracy:.3f} at 16 pairs.
 - **Not measured**: published checkpoints, and GPUs (the GPU kernels have run in an interpreter only)."""
