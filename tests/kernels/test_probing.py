@@ -97,7 +97,7 @@ def test_one_wrong_number_is_found(run, reason):
 @contextmanager
 def default(what: str, value: object) -> Iterator[None]:
     """torch's default device or dtype."""
-    before = getattr(torch, f"get_default_{what}")()
+    before = None if what == "device" else torch.get_default_dtype()  # a device that is set, the default's too, is a mode
     getattr(torch, f"set_default_{what}")(value)
     try:
         yield
