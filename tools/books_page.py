@@ -12,7 +12,7 @@ from surgery.evaluation.results import HITS, OTHERS, ModelReport, value
 from tools.copy_cache import CopyCache
 from tools.recall import ALL, APART, BASE, Recall
 from tools.recall_places import RECORD as PLACES
-from tools.recall_places import Change, RecallPlaces
+from tools.recall_places import WITHOUT, Change, RecallPlaces
 
 ROOT = Path(__file__).parent.parent
 CACHE = ROOT / "recipes" / "copy-cache.json"
@@ -105,18 +105,18 @@ def recall_places() -> str:
     names = {HITS: "repeated rare bigrams", APART: "rare tokens, no bigram", ALL: "all tokens"}
     kinds = [["tokens", *(f"{record.tokens[shown][kind]:,}" for kind in names)]]
     kinds.append(["base: loss, mean over novels", *(f"{record.loss[shown][kind]:.3f}" for kind in names)])
-    kinds += [[name, *(str(of[shown][kind].over.mean) for kind in names)] for name, of in record.change.items()]
+    kinds += [[name, *(str(of[shown][kind].mean) for kind in names)] for name, of in record.change.items()]
     sizes = [["base: loss", *(f"{record.loss[length][HITS]:.3f}" for length in lengths)]]
-    sizes += [[name, *(str(of[length][HITS].over.mean) for length in lengths)] for name, of in record.change.items()]
+    sizes += [[name, *(str(of[length][HITS].mean) for length in lengths)] for name, of in record.change.items()]
     beyond = [
-        [name, *(f"{of[length][HITS].over.mean}; {_better(of[length][HITS])}" for length in lengths)]
-        for name, of in record.beyond.items()
+        [name, *(f"{of[length].over.mean}; {_better(of[length])}" for length in lengths)] for name, of in record.beyond.items()
     ]
     rows = [f"rows of {int(length):,} tokens" for length in lengths]
     drawn = "; ".join(f"{where}: {', '.join(plans)}" for where, plans in record.drawn.items())
-    novels = len(next(iter(record.beyond.values()))[shown][HITS].novels)
+    novels = len(next(iter(record.beyond.values()))[shown].novels)
     return "\n\n".join(
         [
+            markdown.table(["located head", "without it, nats", "an untrained graft saves, nats"], heads),
             markdown.table([f"change to the base, nats, rows of {int(shown):,} tokens", *names.values()], kinds),
             markdown.table(["repeated rare bigrams, change to the base", *rows], sizes),
             markdown.table(["repeated rare bigrams, the tuned grafts at the located heads against", *rows], beyond),

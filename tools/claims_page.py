@@ -286,15 +286,15 @@ def recall_places() -> tuple[str, RecallPlaces]:
 def _saves(name: str) -> float:
     """Nats on repeated rare bigrams, the mean over novels."""
     length, record = recall_places()
-    return -record.change[name][length][HITS].over.mean.value
+    return -record.change[name][length][HITS].mean.value
 
 
 def _places() -> list[str]:
     length, record = recall_places()
-    novels = len(next(iter(record.change.values()))[length][HITS].novels)
+    novels = len(next(iter(record.beyond.values()))[length].novels)
     return [
-        f"[Prose, a base that has to recall](text.md#a-base-that-has-to-recall): untrained grafts at the located heads save "
-        f"{_saves(GRAFTS + LOCATED):.2f} nats on repeated rare bigrams, tuned ones {_saves(GRAFTS + LOCATED + TUNED):.2f}",
+        f"[Prose, a base that has to recall](text.md#a-base-that-has-to-recall): grafts at the located heads save "
+        f"{_saves(GRAFTS + LOCATED + TUNED):.2f} nats on repeated rare bigrams (untrained {_saves(GRAFTS + LOCATED):.2f})",
         f"`tiny-names`, 1 seed, {novels} novels",
         f"untrained n-gram cache {_saves(CACHED):.2f}; adapters alone {_saves(ADAPTERS):.2f}; grafts in other layers, tuned "
         f"{_saves(GRAFTS + ELSEWHERE + TUNED):.2f}",
@@ -444,8 +444,8 @@ knowledge by {cohort_costs()[1]:.3f}; on {stopped} no plan keeps the other skill
 - **Shown** on toys that answer lettered questions ({edited} of Mamba-2, one of Mamba-1): an edit within bounds keeps them \
 ({of(kept, "base", "letters"):.3f} to {of(kept, "tuned", "letters"):.3f} on one). Without bounds \
 {of(free, "tuned", "letters"):.3f} is left there.
-- **In part** on prose: on a toy that has to recall, untrained grafts at the located heads save {_saves(GRAFTS + LOCATED):.2f} \
-nats on repeated rare bigrams, at random heads of other layers {_saves(GRAFTS + ELSEWHERE):.2f}; but adapters without a graft \
+- **In part** on prose: on a toy that has to recall, grafts at the located heads save {_saves(GRAFTS + LOCATED + TUNED):.2f} \
+nats on repeated rare bigrams, at random heads of other layers {_saves(GRAFTS + ELSEWHERE + TUNED):.2f}; but adapters alone \
 save {_saves(ADAPTERS):.2f}, an untrained n-gram cache {_saves(CACHED):.2f}. Where a base hardly recalls, nothing is shown.
 - **Not shown** for words that the base does not know: {foreign["base"]["foreign"]["16"].accuracy:.3f} to \
 {foreign["hybrid"]["foreign"]["16"].accuracy:.3f} at 16 pairs.

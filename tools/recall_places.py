@@ -12,7 +12,7 @@ tools/fill_pages.py fills docs/evidence/text.md.
 
 import argparse
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,7 +54,7 @@ KINDS = (HITS, APART, ALL)
 
 
 class Change(Record):
-    """Against the base, or another model, in nats per token: over novels, and in each of them over its rows."""
+    """Against another model, in nats per token: over novels, and in each of them over its rows."""
 
     over: OverDocuments
     novels: dict[str, Estimate]
@@ -62,8 +62,9 @@ class Change(Record):
 
 class RecallPlaces(Sealed, Environment):
     """located: the heads. scores: of each, what ablating it costs and what a graft gains, in nats. drawn: the random heads.
-    loss: of the base, length -> kind -> the mean over novels. change: model -> length -> kind. beyond: the same of the tuned
-    grafts at the located heads, against another model. tokens: length -> kind -> how many in all novels."""
+    loss: of the base, length -> kind -> the mean over novels. change: to the base, model -> length -> kind. beyond: what tuned
+    grafts at the located heads change on repeated rare bigrams, against each other model. tokens: length -> kind -> how many in
+    all novels."""
 
     seed: int
     steps: int
@@ -74,8 +75,8 @@ class RecallPlaces(Sealed, Environment):
     shares: dict[str, float]
     tokens: dict[str, dict[str, int]]
     loss: dict[str, dict[str, float]]
-    change: dict[str, dict[str, dict[str, Change]]]
-    beyond: dict[str, dict[str, dict[str, Change]]]
+    change: dict[str, dict[str, dict[str, OverDocuments]]]
+    beyond: dict[str, dict[str, Change]]
 
 
 @dataclass(frozen=True)
@@ -186,8 +187,14 @@ def _record(
 ) -> RecallPlaces:  # fmt: skip
     best = GRAFTS + LOCATED + TUNED
 
-    def each(of: Callable[[dict[str, dict[str, list[Losses]]], str], Change]) -> dict[str, dict[str, Change]]:
-        return {str(length): {kind: of(models, kind) for kind in KINDS} for length, models in measured.items()}
+    def changed_to_base(name: str) -> dict[str, dict[str, OverDocuments]]:
+        return {
+            str(length): {kind: _change(models[name], models[BASE], kind).over for kind in KINDS}
+            for length, models in measured.items()
+        }
+
+    def beyond(name: str) -> dict[str, Change]:
+        return {str(length): _change(models[best], models[name], HITS) for length, models in measured.items()}
 
     names = list(next(iter(measured.values())))
     heads = [head for site in plans[LOCATED][0].sites for head in site.each()]
@@ -206,8 +213,8 @@ def _record(
             str(length): {kind: float(np.mean([of[0].mean(kind) for of in models[BASE].values()])) for kind in KINDS}
             for length, models in measured.items()
         },
-        change={name: each(lambda models, kind: _change(models[name], models[BASE], kind)) for name in names if name != BASE},  # noqa: B023
-        beyond={name: each(lambda models, kind: _change(models[best], models[name], kind)) for name in names if name != best},  # noqa: B023
+        change={name: changed_to_base(name) for name in names if name != BASE},
+        beyond={name: beyond(name) for name in names if name != best},
     )  # fmt: skip
 
 
