@@ -109,8 +109,11 @@ def recall_places() -> str:
     sizes = [["base: loss", *(f"{record.loss[length][HITS]:.3f}" for length in lengths)]]
     sizes += [[name, *(str(of[length][HITS].mean) for length in lengths)] for name, of in record.change.items()]
     beyond = [
-        [name, *(f"{of[length].over.mean}; {_better(of[length])}" for length in lengths)] for name, of in record.beyond.items()
+        [name, *(f"{of[length].over.mean}; {_better(of[length])}" for length in lengths)]
+        for name, of in record.beyond.items()
+        if not name.startswith(WITHOUT)
     ]
+    heads = [[head, *("" if each is None else str(each) for each in of.values())] for head, of in record.scores.items()]
     rows = [f"rows of {int(length):,} tokens" for length in lengths]
     drawn = "; ".join(f"{where}: {', '.join(plans)}" for where, plans in record.drawn.items())
     novels = len(next(iter(record.beyond.values()))[shown].novels)
