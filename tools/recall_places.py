@@ -32,6 +32,7 @@ from surgery.locating.ranking import Ranking
 from surgery.locating.subject import Subject
 from surgery.locating.substitution import ablate_heads
 from surgery.models.anatomy import anatomy
+from surgery.probes.hits import PairCounts
 from surgery.records.plan import Plan
 from surgery.records.recipe import Lora, Recipe, changed, read_recipe
 from surgery.records.record import Environment, Record, Sealed, environment
@@ -124,9 +125,10 @@ def main() -> None:
     say(f"located: {'; '.join(map(str, chosen.sites))}")
     plans = {LOCATED: [chosen], SAME_LAYER: _drawn(ranking, chosen, True), ELSEWHERE: _drawn(ranking, chosen, False)}
     models = _models(recipe, base, chosen, plans, out)
-    shares = chosen_shares(base.model, recipe, base.tokenizer, tuple(recipe.locate.options["source"][:2]))
-    measured = {length: _measured(recipe, base, models, shares, length) for length in recipe.bench.lengths}
-    RECORD.write_text(_record(recipe, ranking, plans, shares, measured).text())
+    weights = chosen_shares(base.model, recipe, base.tokenizer, tuple(recipe.locate.options["source"][:2]))
+    counts = training_pairs(base.tokenizer, recipe.data)
+    measured = {length: _measured(recipe, base, models, weights, counts, length) for length in recipe.bench.lengths}
+    RECORD.write_text(_record(recipe, ranking, plans, weights, measured).text())
 
 
 def _drawn(ranking: Ranking, chosen: Plan, same_layers: bool) -> list[Plan]:
@@ -159,10 +161,14 @@ def _models(recipe: Recipe, base: Checkpoint, chosen: Plan, plans: dict[str, lis
 
 
 def _measured(
-    recipe: Recipe, base: Checkpoint, models: dict[str, list[Model]], shares: dict[int, float], length: int
+    recipe: Recipe,
+    base: Checkpoint,
+    models: dict[str, list[Model]],
+    weights: dict[int, float],
+    counts: PairCounts,
+    length: int,
 ) -> dict[str, dict[str, list[Losses]]]:
     """name -> novel -> the losses, one for each draw."""
-    counts = training_pairs(base.tokenizer, recipe.data)
     result: dict[str, dict[str, list[Losses]]] = {name: {} for name in (*models, CACHED)}
     bench = recipe.bench.model_copy(update={"contexts": (length,)})
     for novel in NOVELS:
@@ -174,7 +180,7 @@ def _measured(
             for one in each:
                 with one.as_measured() as model:
                     result[name][novel].append(Losses(base_losses(model, recipe, text), chosen))
-        cached = mixed(result[BASE][novel][0].nats, text.rows.ids.numpy(), shares)
+        cached = mixed(result[BASE][novel][0].nats, text.rows.ids.numpy(), weights)
         result[CACHED][novel] = [Losses(cached, chosen)]
         told = "; ".join(f"{name} {np.mean([one.mean(HITS) for one in of[novel]]):.3f}" for name, of in result.items())
         say(f"{novel}, rows of {length}: {told}")
@@ -182,7 +188,7 @@ def _measured(
 
 
 def _record(
-    recipe: Recipe, ranking: Ranking, plans: dict[str, list[Plan]], shares: dict[int, float],
+    recipe: Recipe, ranking: Ranking, plans: dict[str, list[Plan]], weights: dict[int, float],
     measured: dict[int, dict[str, dict[str, list[Losses]]]],
 ) -> RecallPlaces:  # fmt: skip
     best = GRAFTS + LOCATED + TUNED
@@ -204,7 +210,7 @@ def _record(
         located=tuple(map(str, heads)),
         scores={str(head): {"ablation": by_head[head].ablation_loss, "graft": by_head[head].splice_loss} for head in heads},
         drawn={where: tuple("; ".join(map(str, plan.sites)) for plan in drawn) for where, drawn in plans.items()},
-        shares={str(order): share for order, share in shares.items()},
+        shares={str(order): share for order, share in weights.items()},
         tokens={
             str(length): {kind: sum(int(of[0].chosen[kind].sum()) for of in models[BASE].values()) for kind in KINDS}
             for length, models in measured.items()
