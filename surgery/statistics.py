@@ -51,6 +51,14 @@ class Estimate(Record):
         return f"{self.value:.3f} [{self.ci95[0]:.3f}, {self.ci95[1]:.3f}]"
 
 
+class OverDocuments(Record):
+    """A mean over documents, each of which counts once: the value with its interval, and where the value of one more document
+    lies in 95% of cases."""
+
+    mean: Estimate
+    new: tuple[float, float]
+
+
 class Proportion(Record):
     """An accuracy with its 95% interval (Clopper and Pearson's) over n examples."""
 
@@ -145,6 +153,21 @@ def shares(sums: np.ndarray, counts: np.ndarray) -> np.ndarray:
         return np.zeros(len(counts))
     ratio = sums.sum() / counts.sum()
     return ratio + (sums - ratio * counts) / counts.mean()
+
+
+def over_documents(values: np.ndarray) -> OverDocuments:
+    """From one value of each document, two at least: a mean over its tokens, say, or a paired difference of two models there.
+
+    Tokens, stretches and rows of a document go together, and documents differ from each other, so the document is the unit
+    (Student's t; for a new one with its own spread added). One document says nothing about another."""
+    values = np.asarray(values, dtype=float)
+    n, centre, spread = len(values), float(values.mean()), float(values.std(ddof=1))
+    t = float(stats.t.isf(LEVEL / 2, n - 1))
+    margin, further = t * spread / np.sqrt(n), t * spread * np.sqrt(1 + 1 / n)
+    interval = (float(centre - margin), float(centre + margin))
+    return OverDocuments(
+        mean=Estimate(value=centre, ci95=interval, n=n), new=(float(centre - further), float(centre + further))
+    )
 
 
 def difference(base: np.ndarray, model: np.ndarray) -> Estimate:

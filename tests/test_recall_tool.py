@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from surgery.probes.hits import PairCounts, hits
-from surgery.statistics import mean
-from tools.recall import ALL, over_documents, seen_apart
+from surgery.statistics import mean, over_documents
+from tools.recall import ALL, seen_apart
 from tools.recall_places import Losses
 
 ROWS = arrays(np.int64, st.tuples(st.integers(1, 4), st.integers(1, 40)), elements=st.integers(0, 5))

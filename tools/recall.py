@@ -14,7 +14,6 @@ import os
 from pathlib import Path
 
 import numpy as np
-from scipy import stats
 
 from surgery import load
 from surgery.evaluation.report import Report
@@ -22,10 +21,10 @@ from surgery.evaluation.results import HITS
 from surgery.evaluation.text_hits import ChosenTokens, hit_texts
 from surgery.probes.hits import GAP, NONE, PairCounts
 from surgery.records.recipe import read_recipe
-from surgery.records.record import Environment, Record, Sealed, environment
+from surgery.records.record import Environment, Sealed, environment
 from surgery.runtime.progress import say
 from surgery.splicing.splice import adopt, splice
-from surgery.statistics import LEVEL, Estimate
+from surgery.statistics import OverDocuments, over_documents
 from surgery.tuning.rare_pairs import training_pairs
 from tools.copy_cache import ROOT, CopyCache, base_losses, mixed
 
@@ -42,14 +41,6 @@ RARE = 100.0  # tokens, in a million; of 4,096 tokens one occurs 244 times on av
 LENGTH, WINDOWS = 1_024, 32  # tokens of a row, and windows of bench.window tokens of a novel
 APART, ALL = "apart", "all"
 BASE, COPYING, CACHED = "base", "copying grafts, untrained", "copy cache, untrained"
-
-
-class OverDocuments(Record):
-    """A mean over documents, each of which counts once: the value with its interval, and where the value of one more document
-    lies in 95% of cases."""
-
-    mean: Estimate
-    new: tuple[float, float]
 
 
 class Recall(Sealed, Environment):
@@ -120,21 +111,6 @@ def seen_apart(rows: np.ndarray, counts: PairCounts, rare: float, *, gap: int = 
             found[number, place] = place - before >= gap and not often[token] and place > 0 and pair not in pairs
             pairs.add(pair)
     return found
-
-
-def over_documents(values: np.ndarray) -> OverDocuments:
-    """From one value of each document, two at least: a mean over its tokens, say, or a paired difference of two models there.
-
-    Tokens, stretches and rows of a document go together, and documents differ from each other, so the document is the unit
-    (Student's t; for a new one with its own spread added). One document says nothing about another."""
-    values = np.asarray(values, dtype=float)
-    n, centre, spread = len(values), float(values.mean()), float(values.std(ddof=1))
-    t = float(stats.t.isf(LEVEL / 2, n - 1))
-    margin, further = t * spread / np.sqrt(n), t * spread * np.sqrt(1 + 1 / n)
-    interval = (float(centre - margin), float(centre + margin))
-    return OverDocuments(
-        mean=Estimate(value=centre, ci95=interval, n=n), new=(float(centre - further), float(centre + further))
-    )
 
 
 def kinds(text: ChosenTokens, apart: np.ndarray) -> dict[str, np.ndarray]:

@@ -40,14 +40,14 @@ from surgery.records.site import Site
 from surgery.runtime.ownership import writing
 from surgery.runtime.progress import say
 from surgery.splicing.splice import adopt, splice
-from surgery.statistics import Estimate, mean
+from surgery.statistics import Estimate, OverDocuments, mean, over_documents, shares
 from surgery.tuning.rare_pairs import training_pairs
 from surgery.tuning.trainable import with_own_mixers
 from tools.copy_cache import ROOT, base_losses, chosen_shares, mixed
-from tools.recall import ALL, APART, BASE, CACHED, NOVELS, RARE, OverDocuments, kinds, over_documents, seen_apart
+from tools.recall import ALL, APART, BASE, CACHED, NOVELS, RARE, kinds, seen_apart
 
 RECORD = ROOT / "recipes" / "recall-places.json"
-DRAWS = 3  # of random heads
+DRAWS = 5  # of random heads
 LOCATED, SAME_LAYER, ELSEWHERE = "located heads", "other heads of their layers", "heads of other layers"
 WITHOUT, GRAFTS, TUNED = "without ", "grafts at ", ", tuned"
 NO_GRAFT, ADAPTERS = "no graft" + TUNED, "adapters alone" + TUNED
@@ -106,8 +106,7 @@ class Losses:
     def change(self, before: "Losses", kind: str) -> Estimate:
         """Over rows, each with the weight of its tokens."""
         chosen = self.chosen[kind]
-        sums = ((self.nats - before.nats) * chosen).sum(1)
-        return mean(sums / max(1e-9, chosen.sum() / len(chosen)))
+        return mean(shares(((self.nats - before.nats) * chosen).sum(1), chosen.sum(1)))
 
 
 def main() -> None:

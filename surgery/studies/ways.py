@@ -1,7 +1,8 @@
 """Which heads? Every way of choosing (surgery/choosing), with equal numbers of heads and equal tuning, on several bases.
 
 A base is ranked, each way chooses its heads, and what is compared is the model after tuning: on dictionaries with keys not used
-in tuning, with keys of its training examples, and on held-out text. Each way gets the cheapest ranking that it can do with, and
+in tuning, with keys of its training examples, and on held-out text. Where heads are located on recall hits, it is compared on
+the hits of further texts, each of which is a unit. Each way gets the cheapest ranking that it can do with, and
 what ranking and choosing cost is counted in passes through the model. Ways that choose the same heads share one tuned model.
 Nothing bounds the plans, so that all have as many heads: what is compared is the heads, and not how many are taken.
 """
@@ -10,6 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any, ClassVar, Literal
@@ -28,9 +30,12 @@ from surgery.jobs.locating_stage import RANKING, located
 from surgery.jobs.opening import open_checkpoint
 from surgery.jobs.planning_stage import planned
 from surgery.loading.opened import Checkpoint
+from surgery.locating.questions import asked
 from surgery.locating.ranking import Ranking
 from surgery.locating.subject import Subject
+from surgery.probes.encoded import Asked
 from surgery.probes.kv import KVRetrieval
+from surgery.probes.question import Passage
 from surgery.records.names import strip_paths
 from surgery.records.plan import Plan
 from surgery.records.recipe import Recipe, changed
@@ -39,13 +44,15 @@ from surgery.runtime import plotting
 from surgery.runtime.ownership import remove
 from surgery.runtime.processes import on_main
 from surgery.runtime.progress import say
-from surgery.statistics import Estimate, Proportion, difference, mean, proportion
+from surgery.statistics import Estimate, Proportion, difference, mean, over_documents, proportion
 from surgery.studies.study import Findings, Measurements, Row, Study, Subjects
 from surgery.tuning.batches import held_out_windows
 
 BASE, DEFAULT = "base", "gain"
 UNSEEN, LOSS, SEEN, TEXT = "unseen keys", "loss on unseen keys", "keys of the lessons", "loss on text"
+HITS, SAVED = "loss on recall hits", "nats saved on recall hits"
 CHANGE, AGAINST = ", change", f", against {DEFAULT}"
+GAINS = (UNSEEN + CHANGE, SAVED)  # what a base's ways are compared by: one of them
 EXACT = ("gain", "ablation")  # ways that need every head measured by itself; for the others attribution ranks
 DRAWN = ("random", "layer")  # ways that draw lots; their points are hollow
 NEARLY = 0.9  # of the largest gain
@@ -55,7 +62,7 @@ COLORS = (
     "#E15759",
 )  # fmt: skip
 SEED = 20_011  # of the windows of text, added to the recipe's: choosing has others
-OWN = ("model", "heads", "ways")  # the keys of a base that are no section of a recipe
+OWN = ("model", "heads", "ways", "texts")  # the keys of a base that are no section of a recipe
 
 
 class ChosenPlan(Kept):
@@ -73,9 +80,10 @@ class RankingCost(Kept):
 
 class Ways(Study):
     """bases: name -> its `model` (by default checkpoints/<name>), what it changes of the recipe's sections, key by key, and,
-    where they differ, `heads` and `ways`. heads: numbers of heads. ways: those compared; by default all. draws: how often ways
-    that draw lots do so. seeds: of tuning, beginning with the recipe's. bench.limit dictionaries of the largest of bench.pairs
-    are asked, and bench.windows windows of text."""
+    where they differ, `heads` and `ways`; for a base that is located on recall hits also `texts`, two files or more. heads:
+    numbers of heads. ways: those compared; by default all. draws: how often ways that draw lots do so. seeds: of tuning,
+    beginning with the recipe's. bench.limit dictionaries of the largest of bench.pairs are asked, or rows of each text, and
+    bench.windows windows of text."""
 
     title: ClassVar[str] = "Ways of choosing heads: gain on keys not used in tuning"
 
@@ -96,6 +104,11 @@ class Ways(Study):
                 raise UserError(
                     f"the study 'ways' compares plans after equal tuning: set tune.steps to a number (study.bases.{name})"
                 )
+            if (job.locate.probe == "hits") != (len(self.texts_of(name)) > 1):
+                raise UserError(
+                    f"study.bases.{name}.texts: two files or more where locate.probe is hits, and none with another probe: "
+                    "their recall hits are what plans are compared on"
+                )
             if job.data.skills:
                 raise UserError(
                     "the study 'ways' compares plans with equal numbers of heads, which nothing bounds: data.skills=[]"
@@ -109,6 +122,10 @@ class Ways(Study):
     def heads_of(self, base: str) -> list[int]:
         """The largest number first: what choosing costs is told of it."""
         return sorted(self.bases[base].get("heads", self.heads), reverse=True)
+
+    def texts_of(self, base: str) -> list[str]:
+        """Of whose hits the loss is compared; none for a base that is asked dictionaries."""
+        return [*self.bases[base].get("texts", ())]
 
     def job(self, recipe: Recipe, name: str) -> Recipe:
         """The recipe of a base."""
@@ -135,8 +152,8 @@ class Ways(Study):
         header += [f"better, worse than {DEFAULT}", f"{TEXT}, nats", "forwards", "backwards", "seconds"]
         body = []
         for way in _ways(findings.rows):
-            cells = [_mean_of(findings.rows, way, count, UNSEEN + CHANGE) for count in counts]
-            each = [row.figures[UNSEEN + AGAINST] for row in _of(findings.rows, way) if UNSEEN + AGAINST in row.figures]
+            cells = [_mean_gain(findings.rows, way, count) for count in counts]
+            each = [against for row in _of(findings.rows, way) if (against := against_default(row.figures)) is not None]
             decided = f"{sum(e.ci95[0] > 0 for e in each)}, {sum(e.ci95[1] < 0 for e in each)} of {len(each)}" if each else ""
             text = float(np.mean([value(row.figures[TEXT + CHANGE]) for row in _of(findings.rows, way)]))
             taken = costs(findings.about, way)
@@ -163,20 +180,30 @@ class _Compared:
         self.base: Checkpoint = open_checkpoint(self.recipe)
         self.subject = Subject.of(self.base, known_fingerprint=self.base.fingerprint)
         self.rankings: dict[bool, tuple[Ranking, Passes]] = {}
-        self.about: dict[str, Any] = {"size": self.recipe.bench.pairs[-1], "seeds": self.study.seeds}
+        self.texts = self.study.texts_of(self.name)
+        self.about: dict[str, Any] = {"seeds": self.study.seeds}
+        self.about |= {"texts": self.texts} if self.texts else {"size": self.recipe.bench.pairs[-1]}
         self.about |= {"sites": {}, "cost": {}, "gains": {}}
+
+    @cached_property
+    def passages(self) -> list[list[Passage]]:
+        """Rows of each text. Raises UserError where one has no hits."""
+        options, bench = self.recipe.locate.options, self.recipe.bench
+        probes = [asked(self.subject.tokenizer, "hits", {**options, "source": text})[0] for text in self.texts]
+        return [probe.passages(bench.limit, bench_seed(self.recipe.seed)) for probe in probes]
 
     @cached_property
     def measuring(self) -> list[Measuring]:
         """One for each seed of tuning, on the same questions and text."""
         recipe, seed = self.recipe, bench_seed(self.recipe.seed)
         size, limit, tokenizer = recipe.bench.pairs[-1], recipe.bench.limit, self.subject.tokenizer
-        unseen, seen = KVRetrieval(size, "unseen"), KVRetrieval(size, "lessons")
+        questions: list[Asked] = [*chain(*self.passages)]
+        skills = {} if self.texts else {SEEN: KVRetrieval(size, "lessons").questions(limit, seed)}
         text = held_out_windows(tokenizer, recipe.data, recipe.tune, recipe.bench.windows, recipe.seed + SEED)
         return [
             Measuring(
-                self.subject, unseen.questions(limit, seed), text, recipe.bench.batch_size, self.out / "tuned",
-                skills={SEEN: seen.questions(limit, seed)}, tuning=recipe.tune, data=recipe.data, seed=recipe.seed + number,
+                self.subject, questions or KVRetrieval(size, "unseen").questions(limit, seed), text, recipe.bench.batch_size,
+                self.out / "tuned", skills=skills, tuning=recipe.tune, data=recipe.data, seed=recipe.seed + number,
             )
             for number in range(self.study.seeds)
         ]  # fmt: skip
@@ -228,12 +255,12 @@ class _Compared:
     def rows(self) -> list[Row]:
         """The base's, then each way's by number of heads."""
         (before,) = self.measured(None)
-        rows = [
-            Row(what=f"{self.name}{OF}{BASE}", figures={
-                UNSEEN: proportion(before.correct), LOSS: mean(before.loss), SEEN: proportion(before.skills[SEEN]),
-                TEXT: mean(before.text),
-            })
-        ]  # fmt: skip
+        figures: dict[str, Proportion | Estimate] = {TEXT: mean(before.text)}
+        if self.texts:
+            figures[HITS] = over_documents(self.by_text(before)).mean
+        else:
+            figures |= {UNSEEN: proportion(before.correct), LOSS: mean(before.loss), SEEN: proportion(before.skills[SEEN])}
+        rows = [Row(what=f"{self.name}{OF}{BASE}", figures=figures)]
         default: dict[int, PlanMeasurement] = {}
         for way in self.study.ways_of(self.name):
             with TemporaryDirectory() as measured:
@@ -241,16 +268,49 @@ class _Compared:
                     draws = range(self.study.draws.get(way, 1))  # type: ignore[call-overload]
                     choices = [self.choice(way, count, draw, Path(measured)) for draw in draws]
                     by_draw = [self.measured(choice.plan) for choice in choices]
-                    gains = [[float(seed.correct.mean() - before.correct.mean()) for seed in seeds] for seeds in by_draw]
+                    gains = [[self.gain(before, seed) for seed in seeds] for seeds in by_draw]
                     tuned = _averaged([_averaged(seeds) for seeds in by_draw])
                     default.setdefault(count, tuned)
                     against = default[count] if DEFAULT in self.study.ways_of(self.name) and way != DEFAULT else None
-                    rows.append(Row(what=f"{self.name}{OF}{way}, {count}{HEADS}", figures=_figures(before, tuned, against)))
+                    rows.append(Row(what=f"{self.name}{OF}{way}, {count}{HEADS}", figures=self.figures(before, tuned, against)))
                     sites = [list(map(str, choice.plan.sites)) for choice in choices]
                     self.about["sites"].setdefault(way, {})[str(count)] = sites
                     self.about["gains"].setdefault(way, {})[str(count)] = gains  # by draw and seed
                     self.about["cost"].setdefault(way, choices[0].passes.model_dump())  # of the largest number
         return rows
+
+    def by_text(self, measured: PlanMeasurement) -> np.ndarray:
+        """(texts,): the mean loss (nats) of each text's hits."""
+        ends = np.cumsum([len(rows) for rows in self.passages])[:-1]
+        sums = [
+            np.divide(losses, [row.weight for row in rows]).sum()
+            for losses, rows in zip(np.split(measured.loss, ends), self.passages, strict=True)
+        ]
+        return np.array(sums) / [sum(len(row.hits) for row in rows) for rows in self.passages]
+
+    def gain(self, before: PlanMeasurement, tuned: PlanMeasurement) -> float:
+        """What is compared, as one number."""
+        if self.texts:
+            return float((self.by_text(before) - self.by_text(tuned)).mean())
+        return float(tuned.correct.mean() - before.correct.mean())
+
+    def figures(
+        self, before: PlanMeasurement, tuned: PlanMeasurement, against: PlanMeasurement | None
+    ) -> dict[str, Proportion | Estimate]:
+        """Paired differences to the base, and to the plan of the default. A text is a unit."""
+        figures: dict[str, Proportion | Estimate] = {TEXT + CHANGE: difference(before.text, tuned.text)}
+        for end, other in ((CHANGE, before), (AGAINST, against)):
+            if other is not None and self.texts:
+                saves = over_documents(self.by_text(other) - self.by_text(tuned))
+                figures[SAVED if other is before else SAVED + end] = saves.mean
+            elif other is not None:
+                figures |= {
+                    UNSEEN + end: difference(other.correct, tuned.correct),
+                    LOSS + end: difference(other.loss, tuned.loss),
+                    SEEN + end: difference(other.skills[SEEN], tuned.skills[SEEN]),
+                    TEXT + end: difference(other.text, tuned.text),
+                }
+        return figures
 
     def measured(self, plan: Plan | None) -> list[PlanMeasurement]:
         """The base, or its tuned models by seed of tuning."""
@@ -273,20 +333,14 @@ def _averaged(measured: Sequence[PlanMeasurement]) -> PlanMeasurement:
     )
 
 
-def _figures(
-    before: PlanMeasurement, tuned: PlanMeasurement, against: PlanMeasurement | None
-) -> dict[str, Proportion | Estimate]:  # fmt: skip
-    """Paired differences to the base, and to the plan of the default."""
-    figures: dict[str, Proportion | Estimate] = {}
-    for end, other in ((CHANGE, before), (AGAINST, against)):
-        if other is not None:
-            figures |= {
-                UNSEEN + end: difference(other.correct, tuned.correct),
-                LOSS + end: difference(other.loss, tuned.loss),
-                SEEN + end: difference(other.skills[SEEN], tuned.skills[SEEN]),
-                TEXT + end: difference(other.text, tuned.text),
-            }
-    return figures
+def gain(figures: Mapping[str, Proportion | Estimate]) -> float:
+    """Of a row: in accuracy on unseen keys, or in nats saved on recall hits."""
+    return value(next(figures[name] for name in GAINS if name in figures))
+
+
+def against_default(figures: Mapping[str, Proportion | Estimate]) -> Proportion | Estimate | None:
+    """What a row gains beyond the default; None for the default's own, and where it was not compared."""
+    return next((figures[name] for name in (UNSEEN + AGAINST, SAVED + AGAINST) if name in figures), None)
 
 
 def _way(row: Row) -> tuple[str, str, int]:
@@ -308,7 +362,7 @@ def common_gains(rows: Sequence[Row], way: str) -> list[float]:
     for base, each, count in map(_way, rows):
         cases.setdefault(each, set()).add((base, count))
     common = set.intersection(*(found for each, found in cases.items() if each != BASE))
-    return [value(row.figures[UNSEEN + CHANGE]) for row in _of(rows, way) if (_way(row)[0], _way(row)[2]) in common]
+    return [gain(row.figures) for row in _of(rows, way) if (_way(row)[0], _way(row)[2]) in common]
 
 
 def _counts(rows: Sequence[Row]) -> list[int]:
@@ -319,9 +373,9 @@ def _of(rows: Sequence[Row], way: str) -> list[Row]:
     return [row for row in rows if _way(row)[1] == way]
 
 
-def _mean_of(rows: Sequence[Row], way: str, count: int, column: str) -> float:
+def _mean_gain(rows: Sequence[Row], way: str, count: int) -> float:
     """Over the bases with so many heads; NaN where there is none."""
-    found = [value(row.figures[column]) for row in _of(rows, way) if _way(row)[2] == count]
+    found = [gain(row.figures) for row in _of(rows, way) if _way(row)[2] == count]
     return float(np.mean(found)) if found else math.nan
 
 
@@ -355,10 +409,9 @@ def _summary(about: Mapping[str, Any], rows: Sequence[Row]) -> str:
     """A sentence for each way, the best first."""
     lines = []
     for way in _ways(rows):
-        gains = [value(row.figures[UNSEEN + CHANGE]) for row in _of(rows, way)]
-        sentence = (
-            f"{way}: {UNSEEN} {np.mean(gains):+.3f} on average of {len(gains)} cases, {min(gains):+.3f} to {max(gains):+.3f}"
-        )
+        gains = [gain(row.figures) for row in _of(rows, way)]
+        sentence = f"{way}: {_what(rows)} {np.mean(gains):+.3f} on average of {len(gains)} cases, "
+        sentence += f"{min(gains):+.3f} to {max(gains):+.3f}"
         forwards, backwards, _ = costs(about, way)
         sentence += f"; {forwards:,.0f} forward and {backwards:,.0f} backward passes"
         if way != DEFAULT and DEFAULT in _ways(rows):
@@ -366,6 +419,11 @@ def _summary(about: Mapping[str, Any], rows: Sequence[Row]) -> str:
             sentence += f"; {heads:.0%} of the heads and {layers:.0%} of the layers of {DEFAULT}"
         lines.append(f"{sentence}.")
     return "\n".join(lines)
+
+
+def _what(rows: Sequence[Row]) -> str:
+    """What is gained."""
+    return SAVED if any(SAVED in row.figures for row in rows) else UNSEEN
 
 
 def draw_ways(findings: Findings, path: Path) -> None:
@@ -380,18 +438,21 @@ def draw_ways(findings: Findings, path: Path) -> None:
             axis.annotate(way, (passes[way], gains[way]), (0, 7), textcoords="offset points", ha="center", color=color)
         powers = range(math.floor(math.log10(min(passes.values()))), math.ceil(math.log10(max(passes.values()))) + 1)
         axis.set(xscale="log", xlabel="passes of one sequence, ranking included (log scale, lower is better)")
-        axis.set(ylabel="gain in accuracy on unseen keys\n(higher is better)", ylim=(min(0.0, *gains.values()) - 0.03, None))
+        prose = _what(findings.rows) == SAVED
+        label = SAVED if prose else "gain in accuracy on unseen keys"
+        axis.set(ylabel=f"{label}\n(higher is better)", ylim=(min(0.0, *gains.values()) - 0.03, None))
         axis.set_xticks([10**power for power in powers], [f"{10**power:,}" for power in powers])
         axis.margins(y=0.15)
-        axis.set_title(_result(gains, passes))
+        axis.set_title(_result(gains, passes, "saves {:.2f} nats" if prose else "gains {:.2f} in accuracy"))
 
 
-def _result(gains: Mapping[str, float], passes: Mapping[str, float]) -> str:
-    """The title: of the ways that gain nearly as much as the best one, the cheapest, compared with the best."""
+def _result(gains: Mapping[str, float], passes: Mapping[str, float], words: str) -> str:
+    """The title: of the ways that gain nearly as much as the best one, the cheapest, compared with the best. words: what a
+    gain is."""
     best = max(gains, key=lambda way: gains[way])
     near = [way for way in gains if gains[way] >= NEARLY * gains[best]]
     cheap = min(near, key=lambda way: (passes[way], -gains[way]))
-    said = f"{cheap[0].upper()}{cheap[1:]} gains {gains[cheap]:.2f} in accuracy"
+    said = f"{cheap[0].upper()}{cheap[1:]} {words.format(gains[cheap])}"
     if cheap == best:
         return f"{said}, the most of {len(gains)} ways of choosing heads"
     return f"{said}; the best way, {best}, {gains[best]:.2f}\nwith {passes[best] / passes[cheap]:.0f} times as many passes"
