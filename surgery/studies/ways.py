@@ -82,8 +82,8 @@ class Ways(Study):
     """bases: name -> its `model` (by default checkpoints/<name>), what it changes of the recipe's sections, key by key, and,
     where they differ, `heads` and `ways`; for a base that is located on recall hits also `texts`, two files or more. heads:
     numbers of heads. ways: those compared; by default all. draws: how often ways that draw lots do so. seeds: of tuning,
-    beginning with the recipe's. bench.limit dictionaries of the largest of bench.pairs are asked, or rows of each text, and
-    bench.windows windows of text."""
+    beginning with the recipe's; each draw is tuned with one of them, in turn. bench.limit dictionaries of the largest of
+    bench.pairs are asked, or rows of each text, and bench.windows windows of text."""
 
     title: ClassVar[str] = "Ways of choosing heads: gain on keys not used in tuning"
 
@@ -254,7 +254,7 @@ class _Compared:
 
     def rows(self) -> list[Row]:
         """The base's, then each way's by number of heads."""
-        (before,) = self.measured(None)
+        (before,) = self.measured(None, slice(1))
         figures: dict[str, Proportion | Estimate] = {TEXT: mean(before.text)}
         if self.texts:
             figures[HITS] = over_documents(self.by_text(before)).mean
@@ -267,7 +267,7 @@ class _Compared:
                 for count in self.study.heads_of(self.name):
                     draws = range(self.study.draws.get(way, 1))  # type: ignore[call-overload]
                     choices = [self.choice(way, count, draw, Path(measured)) for draw in draws]
-                    by_draw = [self.measured(choice.plan) for choice in choices]
+                    by_draw = [self.measured(choice.plan, self.seeds_of(way, draw)) for draw, choice in enumerate(choices)]
                     gains = [[self.gain(before, seed) for seed in seeds] for seeds in by_draw]
                     tuned = _averaged([_averaged(seeds) for seeds in by_draw])
                     default.setdefault(count, tuned)
@@ -312,12 +312,16 @@ class _Compared:
                 }
         return figures
 
-    def measured(self, plan: Plan | None) -> list[PlanMeasurement]:
+    def seeds_of(self, way: str, draw: int) -> slice:
+        """Every plan is tuned with all seeds; one of several draws with one of them, in turn."""
+        number = draw % self.study.seeds
+        return slice(number, number + 1) if self.study.draws.get(way, 1) > 1 else slice(None)  # type: ignore[call-overload]
+
+    def measured(self, plan: Plan | None, seeds: slice) -> list[PlanMeasurement]:
         """The base, or its tuned models by seed of tuning."""
         steps = 0 if plan is None else int(self.recipe.tune.steps)
         what = "the base" if plan is None else ", ".join(map(str, plan.sites))
-        measuring = self.measuring[:1] if plan is None else self.measuring
-        return [each.measure([plan], f"{self.name}, {what}", steps)[0] for each in measuring]
+        return [each.measure([plan], f"{self.name}, {what}", steps)[0] for each in self.measuring[seeds]]
 
 
 def _averaged(measured: Sequence[PlanMeasurement]) -> PlanMeasurement:
