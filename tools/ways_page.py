@@ -7,63 +7,111 @@ from surgery.evaluation import markdown
 from surgery.evaluation.results import value
 from surgery.statistics import Proportion
 from surgery.studies import Findings
-from surgery.studies.ways import AGAINST, BASE, CHANGE, DEFAULT, HEADS, OF, UNSEEN, Ways, agreement
+from surgery.studies.study import Row
+from surgery.studies.ways import (
+    BASE,
+    CHANGE,
+    DEFAULT,
+    HEADS,
+    HITS,
+    OF,
+    SEEN,
+    UNSEEN,
+    Ways,
+    agreement,
+    beside_default,
+    gain,
+)
 from tools import fresh_bases as fresh
 
-RECORD = Path(__file__).parent.parent / "recipes" / "ways.findings.json"
+RECIPES = Path(__file__).parent.parent / "recipes"
 
 
-def findings() -> Findings:
-    return Findings.read(RECORD, unsealed="refuse")
+def findings(name: str = "ways") -> Findings:
+    return Findings.read(RECIPES / f"{name}.findings.json", unsealed="refuse")
 
 
 def ways() -> str:
+    """The built-in bases."""
+    return _page("ways")
+
+
+def ways_cohort() -> str:
+    """The cohort's."""
+    return _page("ways-cohort")
+
+
+def ways_prose() -> str:
+    """The base that has to recall."""
+    return _page("ways-prose")
+
+
+def _page(name: str) -> str:
     """All bases together, each base, and what the ways have in common."""
-    record = findings()
+    record = findings(name)
     origin, recipe = record.provenance, record.provenance.recipe or {}
-    figures = {row.what: row.figures for row in record.rows}
+    by_name = {row.what: row for row in record.rows}
     order = [line.partition(":")[0] for line in record.summary.splitlines()]
-    columns = [(base, count) for base, about in record.about.items() for count in sorted(about["sites"]["random"], key=int)]
+    columns = [
+        (base, count) for base, about in record.about.items() for count in sorted(next(iter(about["sites"].values())), key=int)
+    ]
+    prose = any("texts" in about for about in record.about.values())
     header = ["gain, by base and number of heads", *(f"{base}, {count}" for base, count in columns)]
-    body = [["accuracy of the base", *(f"{value(figures[f'{base}{OF}{BASE}'][UNSEEN]):.3f}" for base, _ in columns)]]
+    before, figure = ("loss of the base, nats", HITS) if prose else ("accuracy of the base", UNSEEN)
+    body = [[before, *(f"{value(by_name[f'{base}{OF}{BASE}'].figures[figure]):.3f}" for base, _ in columns)]]
     for way in order:
-        cells = []
-        for base, count in columns:
-            of = figures.get(f"{base}{OF}{way}, {count}{HEADS}")
-            mark = ""
-            if of and UNSEEN + AGAINST in of:
-                low, high = of[UNSEEN + AGAINST].ci95
-                mark = " +" if low > 0 else " -" if high < 0 else ""
-            cells.append("" if of is None else f"{value(of[UNSEEN + CHANGE]):+.3f}{mark}")
-        body.append([way, *cells])
+        rows = [by_name.get(f"{base}{OF}{way}, {count}{HEADS}") for base, count in columns]
+        body.append([way, *("" if row is None else _marked(record, row) for row in rows)])
     alike = [
         [way, *(f"{share:.0%}" for share in agreement(record.about, way, DEFAULT))] for way in order if way != DEFAULT
     ]  # fmt: skip
-    seeds = {about["seeds"] for about in record.about.values()}
-    sizes = ", ".join(f"{base} {about['size']}" for base, about in record.about.items())
+    if prose:
+        (texts,) = (about["texts"] for about in record.about.values())
+        measured = f"{len(texts)} novels, {recipe['bench']['limit']} rows of each, a novel is a unit"
+        gains = "Nats saved on recall hits, the mean over novels"
+    else:
+        sizes = {about["size"] for about in record.about.values()}
+        differ = len(sizes) > 1
+        each = ", ".join(f"{base} {about['size']}" for base, about in record.about.items())
+        measured = f"{recipe['bench']['limit']} dictionaries of {'pairs: ' + each if differ else f'{sizes.pop()} pairs'}"
+        gains = "Gain in accuracy on dictionaries with keys not used in tuning"
+    seeds = ", ".join(sorted({str(about["seeds"]) for about in record.about.values()}))
+    first = next(iter(record.about.values()))["sites"]
+    draws = [f"{way} {len(drawn)}" for way in order for drawn in [*first[way].values()][:1] if len(drawn) > 1]
+    drawn = f"; draws, each tuned with one of the seeds: {', '.join(draws)}" if draws else ""
     return "\n\n".join(
         [
             markdown.table(*Ways.table(record)),
-            "Gain in accuracy on dictionaries with keys not used in tuning, the mean over the bases that were measured with "
-            "so many heads; cost: the mean over bases, for the largest number of heads, ranking included. A pass is one "
-            "sequence through all layers; seconds are of the processor.",
-            f"![{Ways.title}](../../recipes/ways.png)",
+            f"{gains}; the mean over the bases that were measured with so many heads. Cost: for the largest number of heads, "
+            "ranking included. A pass is one sequence through all layers; seconds are of the processor.",
+            f"![{Ways.title}](../../recipes/{name}.png)",
             markdown.table(header, body),
-            f"`+` and `-`: better or worse than `{DEFAULT}`, by the paired 95% interval over questions, which knows nothing of "
-            "other seeds of tuning.",
+            f"`+` and `-`: better or worse than `{DEFAULT}`, by the paired 95% interval and with each seed of tuning.",
             markdown.table([f"chooses as {DEFAULT} does", "heads", "layers"], alike),
-            f"Pairs of a dictionary: {sizes}. {recipe['tune']['steps']} steps of tuning, {', '.join(map(str, sorted(seeds)))} "
-            f"seed of tuning, {recipe['bench']['limit']} questions; random: {len(_draws(record))} draws. Measured "
-            f"{origin.created[:10]} on {origin.machine}, version {origin.toolkit}, seed {origin.seed} "
-            f"(`recipes/{RECORD.name}`).",
+            f"{measured}. {recipe['tune']['steps']} steps of tuning, {seeds} seeds{drawn}. "
+            f"Measured {origin.created[:10]} on {origin.machine}, version {origin.toolkit}, seed {origin.seed} "
+            f"(`recipes/{name}.findings.json`).",
         ]
     )
 
 
-def _draws(record: Findings) -> list[list[str]]:
-    about = next(iter(record.about.values()))
-    draws: list[list[str]] = next(iter(about["sites"]["random"].values()))
-    return draws
+def _marked(record: Findings, row: Row) -> str:
+    sign = beside_default(record.about, row)
+    return f"{gain(row.figures):+.3f}" + {1: " +", -1: " -"}.get(sign or 0, "")
+
+
+def kept_unseen() -> str:
+    """What of the gain is left with keys that tuning did not use: of the default's heads, tuned without adapters."""
+    body = []
+    for name in ("ways", "ways-cohort"):
+        record = findings(name)
+        for base in record.about:
+            rows = [row for row in record.rows if row.what.startswith(f"{base}{OF}attribution, ")]
+            for row in rows:
+                seen, unseen = (value(row.figures[each + CHANGE]) for each in (SEEN, UNSEEN))
+                heads = row.what.rpartition(", ")[2].removesuffix(HEADS)
+                body.append([base, heads, f"{seen:+.3f}", f"{unseen:+.3f}", f"{unseen / seen:.2f}" if seen > 0 else ""])
+    return markdown.table(["base", "heads", "keys of the examples", "unseen keys", "share"], body)
 
 
 def fresh_bases() -> str:

@@ -85,7 +85,7 @@ class Ways(Study):
     beginning with the recipe's; each draw is tuned with one of them, in turn. bench.limit dictionaries of the largest of
     bench.pairs are asked, or rows of each text, and bench.windows windows of text."""
 
-    title: ClassVar[str] = "Ways of choosing heads: gain on keys not used in tuning"
+    title: ClassVar[str] = "Ways of choosing heads: what they gain after the same tuning, and what choosing costs"
 
     bases: dict[Annotated[str, Field(pattern=r"^\w[\w.-]*$")], dict[str, Any]] = Field(min_length=1)
     heads: tuple[Count, ...] = Field(default=(1, 2, 4), min_length=1)
@@ -153,8 +153,9 @@ class Ways(Study):
         body = []
         for way in _ways(findings.rows):
             cells = [_mean_gain(findings.rows, way, count) for count in counts]
-            each = [against for row in _of(findings.rows, way) if (against := against_default(row.figures)) is not None]
-            decided = f"{sum(e.ci95[0] > 0 for e in each)}, {sum(e.ci95[1] < 0 for e in each)} of {len(each)}" if each else ""
+            each = [beside_default(findings.about, row) for row in _of(findings.rows, way)]
+            each = [sign for sign in each if sign is not None]
+            decided = f"{each.count(1)}, {each.count(-1)} of {len(each)}" if each else ""
             text = float(np.mean([value(row.figures[TEXT + CHANGE]) for row in _of(findings.rows, way)]))
             taken = costs(findings.about, way)
             body.append([
@@ -342,9 +343,17 @@ def gain(figures: Mapping[str, Proportion | Estimate]) -> float:
     return value(next(figures[name] for name in GAINS if name in figures))
 
 
-def against_default(figures: Mapping[str, Proportion | Estimate]) -> Proportion | Estimate | None:
-    """What a row gains beyond the default; None for the default's own, and where it was not compared."""
-    return next((figures[name] for name in (UNSEEN + AGAINST, SAVED + AGAINST) if name in figures), None)
+def beside_default(about: Mapping[str, Any], row: Row) -> int | None:
+    """1 if a row gains more than the default with as many heads, by the paired interval and with each seed of tuning; -1 if
+    less; else 0. None for the default's own, and where it was not compared. Of several draws the interval alone decides."""
+    against = next((row.figures[name] for name in (UNSEEN + AGAINST, SAVED + AGAINST) if name in row.figures), None)
+    if against is None:
+        return None
+    sign = 1 if against.ci95[0] > 0 else -1 if against.ci95[1] < 0 else 0
+    base, way, count = _way(row)
+    mine, default = (about[base]["gains"][each][str(count)] for each in (way, DEFAULT))
+    alike = len(mine) > 1 or all(sign * (one - other) > 0 for one, other in zip(mine[0], default[0], strict=True))
+    return sign if alike else 0
 
 
 def _way(row: Row) -> tuple[str, str, int]:

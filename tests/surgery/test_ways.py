@@ -16,8 +16,10 @@ from surgery.locating.locate import locate
 from surgery.locating.subject import Subject
 from surgery.records.plan import Plan
 from surgery.records.recipe import Auto, Data, PlanOptions
+from surgery.statistics import Estimate
 from surgery.studies import Findings
 from surgery.studies import ways as ways_study
+from surgery.studies.study import Row
 from tests.conftest import ROOT, TINY
 
 AUTO = Auto(examples=8, windows=2, candidates=2, max_heads=2, steps=8, finalists=1, skill_examples=8)
@@ -154,6 +156,69 @@ def test_the_study_compares_ways_after_the_same_tuning(surgery, tmp_path, monkey
     ]:
         status, _, error = surgery("run", "ways.yaml", "--set", setting, "--out", "other")
         assert (status, complaint in error, (tmp_path / "other").exists()) == (2, True, False), error
+
+
+PROSE = """
+model: checkpoints/tiny-deltanet
+data: {skills: [], train_text: a.txt, held_out_text: a.txt}
+locate: {probe: hits, examples: 4, layers: false, options: {source: a.txt, tokens: 64, rare: 5000}}
+tune: {steps: 3, lessons: [], hit_weight: 1.0, text_tokens: 32}
+bench: {limit: 4, windows: 2, window: 64}
+study: {name: ways, heads: [1], ways: [gain, layer, random], seeds: 2, draws: {layer: 1, random: 2},
+        bases: {tiny-deltanet: {texts: [b.txt, c.txt]}}}
+"""
+
+
+def test_on_prose_a_text_is_a_unit_and_each_draw_has_a_seed_of_its_own(surgery, tmp_path, monkeypatch):
+    """Made-up losses: with a graft each hit costs 1 nat less in one text, 3 in the other, with the second seed 2 more."""
+    (tmp_path / "checkpoints").symlink_to(ROOT / "checkpoints")
+    (tmp_path / "prose.yaml").write_text(PROSE)
+    rng = np.random.default_rng(0)
+    for name in "abc":
+        words = [" ".join(rng.choice(["lake", "moon", "gate", "bell", "kite", "oven", "sand", "leaf"], 6)) for _ in range(200)]
+        (tmp_path / f"{name}.txt").write_text("\n".join(words))
+
+    def measure(self, plans, description, steps=0):
+        hits, weight = np.array([len(row.hits) for row in self.questions]), np.array([row.weight for row in self.questions])
+        first = np.arange(len(hits)) < 4  # rows of b.txt
+        saved = [0 if plan is None else np.where(first, 1, 3) + 2 * self.seed for plan in plans]
+        return [PlanMeasurement((9 - each) * hits * weight, hits > 0, np.ones(2), 0.5, {}) for each in saved]
+
+    monkeypatch.setattr(Measuring, "measure", measure)
+    status, printed, error = surgery("run", "prose.yaml", "--out", "out")
+    assert status == 0, error
+    findings = Findings.read(tmp_path / "out" / "findings.json")
+    rows = {row.what: row.figures for row in findings.rows}
+    assert rows["tiny-deltanet: base"]["loss on recall hits"].value == pytest.approx(9)
+    saved = rows["tiny-deltanet: gain, 1 heads"]["nats saved on recall hits"]
+    assert (saved.value, saved.n) == (pytest.approx(3), 2)  # of 1 and 3, and of 3 and 5
+    assert saved.ci95[0] < 0  # two texts say little of others
+    assert rows["tiny-deltanet: random, 1 heads"]["nats saved on recall hits, against gain"].value == pytest.approx(0)
+    assert np.array(findings.about["tiny-deltanet"]["gains"]["random"]["1"]) == pytest.approx(np.array([[2], [4]]))
+    assert np.array(findings.about["tiny-deltanet"]["gains"]["gain"]["1"]) == pytest.approx(np.array([[2, 4]]))
+    assert "gain: nats saved on recall hits" in printed.replace("\n", " ")
+    for setting in ("study.bases.tiny-deltanet.texts=[b.txt]", "locate={probe: kv, options: {pairs: 8}}"):
+        status, _, error = surgery("run", "prose.yaml", "--set", setting, "--out", "other")
+        assert (status, "texts: two files or more where locate.probe is hits" in error) == (2, True), error
+
+
+def test_beside_the_default_an_interval_and_every_seed_decide():
+    def row(way, low, high):
+        figures = {"unseen keys, change": Estimate(value=0.1, ci95=(0, 1), n=9)}
+        figures |= (
+            {"unseen keys, against gain": Estimate(value=(low + high) / 2, ci95=(low, high), n=9)} if way != "gain" else {}
+        )
+        return Row(what=f"tiny: {way}, 2 heads", figures=figures)
+
+    def about(**gains):
+        return {"tiny": {"gains": {way: {"2": [of]} for way, of in gains.items()}}}
+
+    beside = ways_study.beside_default
+    assert beside(about(gain=[0.1, 0.2], last=[0.3, 0.4]), row("last", 0.1, 0.3)) == 1
+    assert beside(about(gain=[0.1, 0.2], last=[0.5, 0.2]), row("last", 0.1, 0.3)) == 0  # the second seed says nothing
+    assert beside(about(gain=[0.1, 0.2], last=[0.0, 0.1]), row("last", -0.2, -0.1)) == -1
+    assert beside(about(gain=[0.1, 0.2], last=[0.0, 0.1]), row("last", -0.2, 0.1)) == 0
+    assert beside(about(gain=[0.1, 0.2]), row("gain", 0, 0)) is None
 
 
 def test_joint_gates_open_where_a_graft_gains(tiny, ranking, monkeypatch):

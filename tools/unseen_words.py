@@ -1,0 +1,186 @@
+"""Do keys and forms that stand in no training example gain what those of the examples gain? On the cohort's bases.
+
+    python -m tools.unseen_words COHORT FOLDER
+
+COHORT is the folder of a run of recipes/cohort.yaml, whose bases are used; FOLDER takes what is measured, and what is there
+already is not measured again. The same grafts are tuned on two kinds of examples: dictionaries of 64 words in one form, as all
+recipes have them, and dictionaries of many kinds of keys in several forms. Each is tuned alone and with adapters. What is asked
+are dictionaries of 64 pairs: with keys of the examples, with words that no example holds (which the base knows), with words
+that the base does not know, and in other forms, two of which stand in no example of either kind. It writes
+recipes/unseen-words.json, from which tools/fill_pages.py fills docs/evidence/cohort.md.
+"""
+
+import argparse
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+import surgery
+from surgery.probes.kv import MOST_PAIRS, OPENING, ask, dictionary
+from surgery.probes.question import Question, with_spans
+from surgery.probes.scoring import answer
+from surgery.records.recipe import Data, Lesson, Lora, Tune
+from surgery.records.record import Environment, Sealed, environment
+from surgery.runtime.ownership import writing
+from surgery.runtime.progress import say
+from surgery.splicing.splice import splice
+from surgery.statistics import Proportion, share_right
+from surgery.tuning import batches
+from surgery.tuning.sequences import EvidenceSpan, Piece
+from surgery.world.words import KEYS, Keys, key_words
+from tools.foreign_words import WORDS
+
+ROOT = Path(__file__).parent.parent
+RECORD = ROOT / "recipes" / "unseen-words.json"
+BASES = (
+    "four-layers", "two-layers", "six-layers", "eight-layers", "wide", "narrow", "state-8", "state-32", "no-text",
+    "no-text-two-layers", "mamba1-two-layers",
+)  # fmt: skip
+PAIRS, QUESTIONS, SEED, STEPS = 64, 200, 60, 150
+HEADS, BLEND = 4, 0.25
+CHANNELS, CHANNEL_BLEND = 48, 0.6  # of a Mamba-1, as in recipes/demo-mamba1.yaml
+BASE, FIXED, VARIED, ADAPTERS, UNTRAINED = "base", "64 words, one form", "many words and forms", ", adapters", "untrained"
+FORMS: dict[str, Callable[[str, str], str]] = {
+    "key:value": lambda key, value: f"{key}:{value}\n",
+    "key=value": lambda key, value: f"{key}={value}\n",
+    "- key:value": lambda key, value: f"- {key}:{value}\n",
+    "The key has value.": lambda key, value: f"The {key} has {value}.\n",
+    "key->value": lambda key, value: f"{key}->{value}\n",
+    "(key,value)": lambda key, value: f"({key},{value})\n",
+}
+PLAIN, *OTHERS = FORMS
+TAUGHT = (PLAIN, *OTHERS[:3])  # in the examples of many forms
+SEEN, UNSEEN, UNKNOWN = "keys of the examples", "unseen keys", "unknown words"
+CELLS = (SEEN, UNSEEN, UNKNOWN, *OTHERS)  # other forms are asked with unseen keys
+
+
+class UnseenWords(Sealed, Environment):
+    """plans: base -> its heads. accuracy: base -> model -> what is asked -> how many were right."""
+
+    seed: int
+    pairs: int
+    steps: int
+    plans: dict[str, tuple[str, ...]]
+    accuracy: dict[str, dict[str, dict[str, Proportion]]]
+
+
+class Measured(Sealed):
+    """Of one base."""
+
+    plan: tuple[str, ...]
+    accuracy: dict[str, dict[str, Proportion]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cohort", type=Path)
+    parser.add_argument("folder", type=Path)
+    options = parser.parse_args()
+    with writing(options.folder):
+        measured = {name: _kept(options.cohort / "bases" / name, options.folder / f"{name}.json") for name in BASES}
+    record = UnseenWords(
+        **environment().model_dump(), seed=SEED, pairs=PAIRS, steps=STEPS,
+        plans={name: each.plan for name, each in measured.items()},
+        accuracy={name: each.accuracy for name, each in measured.items()},
+    )  # fmt: skip
+    RECORD.write_text(record.text())
+
+
+def _kept(base: Path, file: Path) -> Measured:
+    if file.exists():
+        return Measured.read(file, unsealed="refuse")
+    measured = _measured(base)
+    file.write_text(measured.text())
+    return measured
+
+
+def _measured(folder: Path) -> Measured:
+    base = surgery.load(str(folder))
+    ranking = surgery.locate(base, options={"pairs": 32}, examples=64, exact=False, layers=False, seed=SEED)
+    channels = base.model.config.model_type == "mamba"
+    plan = surgery.plan(ranking, heads=CHANNELS if channels else HEADS, blend=CHANNEL_BLEND if channels else BLEND)
+    asked = {cell: _questions(cell) for cell in CELLS}
+
+    def measure(name: str, model: PreTrainedModel) -> dict[str, Proportion]:
+        right = {cell: share_right(answer(model, base.tokenizer, questions).correct) for cell, questions in asked.items()}
+        say(f"{folder.name}, {name}: " + "; ".join(f"{cell} {each.accuracy:.3f}" for cell, each in right.items()))
+        return right
+
+    accuracy = {BASE: measure(BASE, base.model), UNTRAINED: measure(UNTRAINED, splice(base.model, plan).eval())}
+    lessons = (Lesson(probe="kv", options={"pairs": (16, 64)}),)
+    options = Tune(
+        steps=STEPS, learning_rate=2e-3, lessons=lessons, batch_size=4, text_batch_size=2, kl_weight=4.0,
+    )  # fmt: skip
+    for kind in (FIXED, VARIED):
+        for end, lora in (("", None), (ADAPTERS, Lora(target_modules=("in_proj", "out_proj")))):
+            hybrid = splice(base.model, plan)
+            with examples(kind, base.tokenizer):
+                surgery.tune(
+                    hybrid, base.tokenizer, options.model_copy(update={"lora": lora}), data=Data(skills=()), seed=SEED,
+                    description=f"{folder.name}, {kind}{end}",
+                )  # fmt: skip
+            accuracy[kind + end] = measure(kind + end, hybrid.eval())
+    return Measured(plan=tuple(map(str, plan.sites)), accuracy=accuracy)
+
+
+def _questions(cell: str) -> list[Question]:
+    """The same numbers and places in all cells."""
+    rng = random.Random(f"unseen words {SEED}")
+    keys: Keys = "lessons" if cell == SEEN else "unseen"
+    instead = dict(zip(key_words("unseen", PAIRS), WORDS, strict=True)) if cell == UNKNOWN else {}
+    form = FORMS[cell] if cell in FORMS else FORMS[PLAIN]
+    questions = []
+    for _ in range(QUESTIONS):
+        entries = {instead.get(key, key): value for key, value in dictionary(rng, PAIRS, keys).items()}
+        prompt, spans = with_spans(OPENING, (form(key, value) for key, value in entries.items()))
+        place = rng.randrange(PAIRS)
+        prompt += ask([*entries][place])
+        questions.append(Question(prompt, tuple(entries.values()), place, tuple(spans), place))
+    return questions
+
+
+@contextmanager
+def examples(kind: str, tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
+    """What tuning's dictionaries are made of."""
+    before = batches.kv_pieces
+    if kind == VARIED:
+        batches.kv_pieces = partial(varied_pieces, words_of(tokenizer))
+    try:
+        yield
+    finally:
+        batches.kv_pieces = before
+
+
+def words_of(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """The words of the vocabulary, each one token at the beginning of a line, but for those that bench asks for."""
+    unseen = {*KEYS[1::2]}
+    return sorted(word for word in tokenizer.get_vocab() if word.isalpha() and len(word) > 2 and word.lower() not in unseen)
+
+
+def varied_pieces(words: list[str], rng: random.Random, pairs: int, queries: int) -> list[Piece]:
+    """As tuning's own, with keys of all kinds of one row: words, capitalised words, two words, or numbers; in one of several
+    forms."""
+    kinds: list[Callable[[], str]] = [
+        lambda: rng.choice(words), lambda: rng.choice(words).capitalize(), lambda: f"{rng.choice(words)} {rng.choice(words)}",
+        lambda: str(rng.randrange(100, 1000)),
+    ]  # fmt: skip
+    kind, form = rng.choice(kinds), FORMS[rng.choice(TAUGHT)]
+    keys: dict[str, None] = {}
+    while len(keys) < pairs:
+        keys[kind()] = None
+    entries = dict(zip(keys, map(str, rng.sample(range(MOST_PAIRS), pairs)), strict=True))
+    prompt, spans = with_spans(OPENING, (form(key, value) for key, value in entries.items()))
+    pieces: list[Piece] = []
+    for i, key in enumerate(rng.sample([*entries], min(queries, pairs))):
+        pieces += [
+            ((prompt if i == 0 else "\n") + ask(key), False), (entries[key], EvidenceSpan(*spans[[*entries].index(key)])),
+        ]  # fmt: skip
+    return pieces
+
+
+if __name__ == "__main__":
+    main()
