@@ -48,7 +48,7 @@ from surgery.statistics import Estimate, Proportion, difference, mean, over_docu
 from surgery.studies.study import Findings, Measurements, Row, Study, Subjects
 from surgery.tuning.batches import held_out_windows
 
-BASE, DEFAULT = "base", "gain"
+BASE, DEFAULT, CHOICE = "base", "gain", "choice"
 UNSEEN, LOSS, SEEN, TEXT = "unseen keys", "loss on unseen keys", "keys of the lessons", "loss on text"
 HITS, SAVED = "loss on recall hits", "nats saved on recall hits"
 CHANGE, AGAINST = ", change", f", against {DEFAULT}"
@@ -108,6 +108,10 @@ class Ways(Study):
                 raise UserError(
                     f"study.bases.{name}.texts: two files or more where locate.probe is hits, and none with another probe: "
                     "their recall hits are what plans are compared on"
+                )
+            if self.texts_of(name) and CHOICE in self.ways_of(name):
+                raise UserError(
+                    f"study.bases.{name}.ways: name those to compare; '{CHOICE}' needs a probe that says where answers are"
                 )
             if job.data.skills:
                 raise UserError(

@@ -197,9 +197,13 @@ def test_on_prose_a_text_is_a_unit_and_each_draw_has_a_seed_of_its_own(surgery, 
     assert np.array(findings.about["tiny-deltanet"]["gains"]["random"]["1"]) == pytest.approx(np.array([[2], [4]]))
     assert np.array(findings.about["tiny-deltanet"]["gains"]["gain"]["1"]) == pytest.approx(np.array([[2, 4]]))
     assert "gain: nats saved on recall hits" in printed.replace("\n", " ")
-    for setting in ("study.bases.tiny-deltanet.texts=[b.txt]", "locate={probe: kv, options: {pairs: 8}}"):
+    for setting, complaint in [
+        ("study.bases.tiny-deltanet.texts=[b.txt]", "texts: two files or more where locate.probe is hits"),
+        ("locate={probe: kv, options: {pairs: 8}}", "texts: two files or more where locate.probe is hits"),
+        ("study.ways=null", "'choice' needs a probe that says where answers are"),
+    ]:
         status, _, error = surgery("run", "prose.yaml", "--set", setting, "--out", "other")
-        assert (status, "texts: two files or more where locate.probe is hits" in error) == (2, True), error
+        assert (status, complaint in error) == (2, True), error
 
 
 def test_beside_the_default_an_interval_and_every_seed_decide():
