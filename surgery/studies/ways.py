@@ -8,10 +8,11 @@ Nothing bounds the plans, so that all have as many heads: what is compared is th
 """
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any, ClassVar, Literal
@@ -61,6 +62,7 @@ COLORS = (
     "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#24292F", "#8C564B", "#7F7F7F", "#B8A800", "#6A3D9A",
     "#E15759",
 )  # fmt: skip
+SPACE, FEW = 0.055, 5  # between labels, as a part of the axis; bases that are named
 SEED = 20_011  # of the windows of text, added to the recipe's: choosing has others
 OWN = ("model", "heads", "ways", "texts")  # the keys of a base that are no section of a recipe
 
@@ -443,24 +445,66 @@ def _what(rows: Sequence[Row]) -> str:
     return SAVED if any(SAVED in row.figures for row in rows) else UNSEEN
 
 
+def by_number(rows: Sequence[Row]) -> tuple[list[str], list[int], dict[str, list[float]]]:
+    """(bases, numbers of heads, way -> mean gain for each number), over the bases that were measured with the same numbers of
+    heads as most others."""
+    numbers: dict[str, set[int]] = {}
+    for base, way, count in map(_way, rows):
+        numbers.setdefault(base, set()).update({count} if way != BASE else ())
+    counts, _ = Counter(tuple(sorted(each)) for each in numbers.values()).most_common(1)[0]
+    bases = [base for base, each in numbers.items() if tuple(sorted(each)) == counts]
+    means = {}
+    for way in _ways(rows):
+        of = {(_way(row)[0], _way(row)[2]): gain(row.figures) for row in _of(rows, way)}
+        if all((base, count) in of for base in bases for count in counts):
+            means[way] = [float(np.mean([of[base, count] for base in bases])) for count in counts]
+    return bases, [*counts], means
+
+
 def draw_ways(findings: Findings, path: Path) -> None:
-    """A point a way: its mean gain, over the cases that all ways were measured on, against the passes that choosing costs."""
+    """A point a way: its mean gain, over the cases that all ways were measured on, against the passes that choosing costs.
+    Beside it a line a way: its mean gain against the number of heads."""
     ways = _ways(findings.rows)
     gains = {way: float(np.mean(common_gains(findings.rows, way) or [0])) for way in ways}
     passes = {way: max(1.0, sum(costs(findings.about, way)[:2])) for way in ways}
-    with plotting.drawing(path, width=7.0, height=4.2) as (_, axes):
+    bases, counts, means = by_number(findings.rows)
+    colors = dict(zip(ways, COLORS * len(ways), strict=False))
+    prose = _what(findings.rows) == SAVED
+    label = SAVED if prose else "gain in accuracy on unseen keys"
+    panels = 2 if len(counts) > 1 else 1
+    with plotting.drawing(path, columns=panels, width=4.0 + 4.0 * panels, height=4.2) as (figure, axes):
         axis = axes[0, 0]
-        for way, color in zip(ways, COLORS * len(ways), strict=False):
+        for way, color in colors.items():
             axis.plot(passes[way], gains[way], "o", ms=7, color=color, mfc="white" if way in DRAWN else color)
             axis.annotate(way, (passes[way], gains[way]), (0, 7), textcoords="offset points", ha="center", color=color)
         powers = range(math.floor(math.log10(min(passes.values()))), math.ceil(math.log10(max(passes.values()))) + 1)
         axis.set(xscale="log", xlabel="passes of one sequence, ranking included (log scale, lower is better)")
-        prose = _what(findings.rows) == SAVED
-        label = SAVED if prose else "gain in accuracy on unseen keys"
         axis.set(ylabel=f"{label}\n(higher is better)", ylim=(min(0.0, *gains.values()) - 0.03, None))
         axis.set_xticks([10**power for power in powers], [f"{10**power:,}" for power in powers])
         axis.margins(y=0.15)
-        axis.set_title(_result(gains, passes, "saves {:.2f} nats" if prose else "gains {:.2f} in accuracy"))
+        if panels > 1:
+            lines = axes[0, 1]
+            for way, values in means.items():
+                lines.plot(counts, values, "o-", ms=5, color=colors[way], mfc="white" if way in DRAWN else colors[way])
+            ends = spread([values[-1] for values in means.values()], SPACE * float(np.ptp([*means.values()]) or 1))
+            for way, end in zip(means, ends, strict=True):
+                lines.annotate(way, (counts[-1], end), (8, 0), textcoords="offset points", va="center", color=colors[way])
+            lines.set(xscale="log", xlabel=f"heads; mean of {', '.join(bases) if len(bases) < FEW else f'{len(bases)} bases'}")
+            lines.set_xticks(counts, [str(count) for count in counts], minor=False)
+            lines.minorticks_off()
+            lines.set_xlim(counts[0] * 0.9, counts[-1] * 1.9)
+            lines.set_ylim(top=max(ends) * 1.05)
+        title = _result(gains, passes, "saves {:.2f} nats" if prose else "gains {:.2f} in accuracy")
+        figure.suptitle(title, fontsize=11, fontweight="bold", ha="left", x=0.01)
+
+
+def spread(values: Sequence[float], least: float) -> list[float]:
+    """The values, moved apart, so that labels there have at least so much between them."""
+    order = np.argsort(values)
+    moved = np.array(values, dtype=float)
+    for before, number in pairwise(order):
+        moved[number] = max(moved[number], moved[before] + least)
+    return moved.tolist()
 
 
 def _result(gains: Mapping[str, float], passes: Mapping[str, float], words: str) -> str:
