@@ -29,8 +29,6 @@ WORDS = {
     "zamba2-7b": "Llama 2",
 }  # fmt: skip
 LOCATED = ("llama-3.1-8b", "zamba2-7b")  # and no more
-# Of a kind that is below, or in test_published_models.py.
-ELSEWHERE = ("mamba-130m", "mamba-2.8b", "mamba2-130m", "mamba2-2.7b", "codestral-mamba-7b")
 # Fewer of everything. Of few layers and channels, a recipe's share of heads can be less than one.
 FEW = [
     "locate.examples=2", "locate.options.pairs=4", "tune.steps=1", "tune.batch_size=2", "tune.text_batch_size=2",
@@ -102,10 +100,7 @@ def test_a_recipe_is_for_its_model(name):
     assert f"{verb} recipes/{name}.yaml" in command[0]
 
 
-WHOLE = [pytest.param(name, marks=pytest.mark.slow if name in ELSEWHERE else ()) for name in names() if name not in LOCATED]
-
-
-@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize("name", but_slow([name for name in names() if name not in LOCATED], "llamba-8b"))
 def test_the_whole_run(surgery, write, tmp_path, name):
     # Shares and numbers of heads are of the whole depth and width. Controls are of the same parts.
     fewer = ["locate.confirm=0.1"] if read_recipe(RECIPES / f"{name}.yaml").locate.confirm else []

@@ -23,6 +23,7 @@ from surgery.records.recipe import Bench, Tune, read_recipe
 from surgery.world.text import document
 from tests.conftest import ROOT, TINY
 from tests.docs.pages import NOT_RUN, PAGES, Block, blocks, name
+from tests.surgery.test_help import understand
 
 # Settings of a command that does not set them itself.
 SMALLER = {
@@ -41,7 +42,9 @@ SMALLER = {
 # Of a bench whose verdict has to come out as the page says.
 JUDGED = {"bench.limit": "20", "bench.pairs": "[4,64]", "bench.contexts": "[64]", "bench.batches": "[1]", "bench.windows": "8"}
 FULL = {"docs/quicktour.md"}  # runs as large as it stands, because it says what comes out
-SLOW = {"README.md", *FULL}  # its Python tunes forty steps
+LARGE = {"README.md", *FULL}  # whose Python measures as much as it says
+# And those whose commands are run on other pages, too, or in tests of their own.
+SLOW = LARGE | {f"docs/howto/{page}.md" for page in ("bench", "export", "table", "tune", "your-model")}
 
 
 # Of what is measured whatever a page says: questions of a look, tokens that RULER has written, and the seconds of a forward and
@@ -116,7 +119,7 @@ def _look_again() -> None:
 )
 def test_the_code_of_a_page_runs(page, surgery, workplace, saved, installed, monkeypatch):
     monkeypatch.setattr("surgery.evaluation.bench.Bench", SmallBench)
-    if name(page) not in SLOW:
+    if name(page) not in LARGE:
         make_smaller(monkeypatch)
     cells: dict = {"__name__": "page"}
     commands: list[str] = []
@@ -140,8 +143,19 @@ def test_the_code_of_a_page_runs(page, surgery, workplace, saved, installed, mon
         assert models["tuned"]["kv"]["32"]["accuracy"] > models["base"]["kv"]["32"]["accuracy"]
 
 
+@pytest.mark.parametrize("page", [page for page in WITH_CODE if name(page) in SLOW], ids=name)
+def test_the_commands_of_a_slow_page_are_understood(page):
+    """And its Python can be compiled."""
+    for block in blocks(page):
+        if block.reason is None and block.language == "bash":
+            for command in block.commands():
+                understand(*shlex.split(command)[1:])
+        elif block.reason is None and block.language == "python":
+            compile(block.text, name(page), "exec")
+
+
 def make_smaller(monkeypatch) -> None:
-    """What Python measures in other pages than the slow ones, the examples of locate included, and what no setting says."""
+    """What Python measures in other pages than the large ones, the examples of locate included, and what no setting says."""
     own = toolkit.locate
     monkeypatch.setattr(toolkit, "locate", lambda base, **options: own(base, **options | {"examples": 8}))
     monkeypatch.setattr(toolkit, "Tune", SmallTune)

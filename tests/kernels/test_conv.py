@@ -9,7 +9,7 @@ from torch import Tensor
 from surgery.kernels.conv import CAUSAL_CONV, causal_conv
 from tests.kernels.inputs import assert_near
 
-few = settings(deadline=None, max_examples=25)
+few = settings(deadline=None, max_examples=15)
 ON_CPU = [name for name in CAUSAL_CONV.backends if name != "causal_conv1d"]
 
 

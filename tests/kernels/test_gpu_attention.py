@@ -96,7 +96,7 @@ calls = st.builds(
 )  # fmt: skip
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(calls, st.sampled_from(KINDS))
 def test_flash_equals_a_loop(call, kind):
     if call.mask is not None:

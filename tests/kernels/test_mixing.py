@@ -15,7 +15,7 @@ from surgery.kernels.ssd_chunked import CHUNK
 from tests.kernels.inputs import assert_near, make_scan, scans
 from tests.kernels.test_scans import make_delta, make_mlstm
 
-few = settings(deadline=None, max_examples=25)
+few = settings(deadline=None, max_examples=15)
 
 
 def apply(matrix: Tensor, x: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from transformers.models.mamba2.modeling_mamba2 import Mamba2RMSNorm, MambaRMSNo
 from surgery.kernels.norm import RMS_NORM, rms_norm
 from tests.kernels.inputs import assert_near
 
-few = settings(deadline=None, max_examples=25)
+few = settings(deadline=None, max_examples=15)
 ON_CPU = [name for name in RMS_NORM.backends if name != "mamba_ssm"]
 
 

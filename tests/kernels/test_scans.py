@@ -42,7 +42,7 @@ from tests.kernels.inputs import (
     ssd_mixer,
 )  # fmt: skip
 
-few = settings(deadline=None, max_examples=25)
+few = settings(deadline=None, max_examples=15)
 SEGMENT = 4 * CHUNK  # ssd.c keeps the state once in so many tokens
 SELECTIVE_CHUNK, SELECTIVE_SEGMENT = 128, selective_chunked.SEGMENT  # the first of selective.c
 BLOCK = 8  # of the stock backends of mLSTM and Lightning

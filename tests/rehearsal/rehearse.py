@@ -88,10 +88,9 @@ def outcome(run: Callable[[], Any]) -> str:
     return "ok"
 
 
-def main() -> None:
-    register()
-    families = [family for family in sys.argv[1:] if family in BASES] or BASES
-    dtypes = [dtype for dtype in DTYPES if str(dtype).removeprefix("torch.") in sys.argv[1:]] or DTYPES
+def main(asked: list[str]) -> None:
+    families = [family for family in asked if family in BASES] or BASES
+    dtypes = [dtype for dtype in DTYPES if str(dtype).removeprefix("torch.") in asked] or DTYPES
     for family, (make, sites) in BASES.items():
         for kind in ("base", "hybrid") if family in families else ():
             for verb in (read, learn, generate):
@@ -107,4 +106,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    register()
+    main(sys.argv[1:])

@@ -1,32 +1,20 @@
 """Every verb's forward and backward pass on a GPU that is none, and what the rehearsal finds."""
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.rehearsal.conftest import rehearse
 
 
-def rehearse(*what: str) -> list[list[str]]:
-    """The lines of a rehearsal of families and dtypes: one for each, every kind and verb, then one for everything planted."""
-    command = [sys.executable, "-m", "tests.rehearsal.rehearse", *what]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
+@pytest.fixture
+def models(quick):
+    """One line for each family, kind, verb and dtype, then one for everything planted."""
+    return [line for line in quick if isinstance(line, list)]
 
 
-@pytest.fixture(scope="module")
-def quick():
-    return rehearse("mamba2", "float32", "bfloat16")
-
-
-def test_nothing_goes_wrong(quick):
+def test_nothing_goes_wrong(models):
     """No tensor on another device, no look at a value, no product by weights in float32 where the model is in 16 bits, and no
     tensor made on the host in a step of decoding."""
-    ran = [line for line in quick if line[0] != "planted"]
+    ran = [line for line in models if line[0] != "planted"]
     assert len(ran) == 2 * 3 * 2
     assert {line[-1] for line in ran} == {"ok"}, [line for line in ran if line[-1] != "ok"]
 
@@ -41,13 +29,13 @@ def test_nothing_goes_wrong(quick):
         ("list", "makes a tensor on the host"),
     ],
 )
-def test_what_is_planted_is_found(quick, fault, message):
-    (found,) = [line[-1] for line in quick if line[:2] == ["planted", fault]]
+def test_what_is_planted_is_found(models, fault, message):
+    (found,) = [line[-1] for line in models if line[:2] == ["planted", fault]]
     assert message in found
 
 
 @pytest.mark.slow
 def test_nothing_goes_wrong_in_any_family():
-    ran = [line for line in rehearse() if line[0] != "planted"]
+    ran = [line for line in rehearse("rehearse") if line[0] != "planted"]
     assert len(ran) == 4 * 2 * 3 * 3
     assert {line[-1] for line in ran} == {"ok"}, [line for line in ran if line[-1] != "ok"]

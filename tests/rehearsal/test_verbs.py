@@ -1,15 +1,10 @@
 """A verb on a GPU that is none, whose tensors have values: nothing meets on two devices, what comes out is what comes out on a
 CPU, and inside a model the host does not wait."""
 
-import json
-import subprocess
-import sys
-from functools import cache
-from pathlib import Path
-
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.rehearsal.conftest import rehearse
+
 DTYPES = ["float32", "float16", "bfloat16"]
 STEPS = 3  # of tuning
 ENDED = (
@@ -18,17 +13,9 @@ ENDED = (
 )  # fmt: skip
 
 
-@cache
-def rehearse(*what: str) -> list[dict]:
-    """The lines of a rehearsal of verbs in dtypes, and of what is planted."""
-    command = [sys.executable, "-m", "tests.rehearsal.verbs", *what]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
-
-
-def quick() -> list[dict]:
-    return rehearse("float32", "bfloat16", "splice", "packed rows")
+@pytest.fixture
+def verbs(quick):
+    return [line for line in quick if isinstance(line, dict)]
 
 
 def check(lines: list[dict]) -> None:
@@ -46,18 +33,18 @@ def looks(line: dict) -> int:
     return sum(number for what, number in line["counted"].items() if what.startswith("sync surgery/hybrids/packed.py"))
 
 
-def test_splicing_runs_and_ends():
-    check([line for line in quick() if "verb" in line])
+def test_splicing_runs_and_ends(verbs):
+    check([line for line in verbs if "verb" in line])
 
 
-def test_the_host_waits_once_to_learn_where_documents_begin():
-    assert [looks(line) for line in quick() if line.get("verb") == "packed rows"] == [1, 1]
+def test_the_host_waits_once_to_learn_where_documents_begin(verbs):
+    assert [looks(line) for line in verbs if line.get("verb") == "packed rows"] == [1, 1]
 
 
 @pytest.mark.slow  # a process each
 @pytest.mark.parametrize("verb", ENDED)
 def test_another_verb_runs_and_ends(verb):
-    lines = [line for line in rehearse(*DTYPES, verb) if "verb" in line]
+    lines = [line for line in rehearse("verbs", *DTYPES, verb) if "verb" in line]
     assert [line["dtype"] for line in lines] == DTYPES
     check(lines)
     if verb == "tune":
@@ -73,6 +60,6 @@ def test_another_verb_runs_and_ends(verb):
         ("float32", "computes in float32 in a model of 16 bits"),
     ],
 )
-def test_what_is_planted_is_found(fault, message):
-    (found,) = [line["outcome"] for line in quick() if line.get("planted") == fault]
+def test_what_is_planted_is_found(verbs, fault, message):
+    (found,) = [line["outcome"] for line in verbs if line.get("planted") == fault]
     assert message in found

@@ -278,12 +278,11 @@ def outcome(run: Callable[[], Any]) -> str:
     return "ok"
 
 
-def main() -> None:
-    register()
+def main(asked: list[str]) -> None:
     tokenizer = build_tokenizer()
-    names = [name for name in sys.argv[1:] if name in VERBS] or list(VERBS)
+    names = [name for name in asked if name in VERBS] or list(VERBS)
     for name in names:
-        for kind in [kind for kind in sys.argv[1:] if kind in DTYPES] or DTYPES:
+        for kind in [kind for kind in asked if kind in DTYPES] or DTYPES:
             line: dict[str, Any] = {"verb": name, "dtype": kind}
 
             def run(name: str = name, kind: str = kind, line: dict[str, Any] = line) -> None:
@@ -298,4 +297,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    register()
+    main(sys.argv[1:])

@@ -28,6 +28,7 @@ from surgery.tuning.sequences import (
     probe_pieces,
 )
 from surgery.tuning.trainable import trainable, training, with_own_mixers
+from tests import published_models
 from tests.conftest import SAME, VOCABULARY, random_base, random_llamba, random_selective
 from tests.surgery.stock_bases import CONFIGURATIONS, base_of, plan_for
 
@@ -43,10 +44,12 @@ GRAFTED = {
 }
 
 
+@pytest.mark.parametrize("words", ["the built-in world's", "Llama 2", "no special tokens"])
 @pytest.mark.parametrize("name", ["kv", "mqar", "phonebook"])
-def test_evidence_is_the_line_that_holds_the_answer(tokenizer, name):
+def test_evidence_is_the_line_that_holds_the_answer(tokenizer, words, name):
     """From behind the key to the token behind the line, also where several questions follow, and beside lessons that do not
     say what their answers are read from."""
+    tokenizer = published_models.tokenizer(words) if words in published_models.TOKENIZERS else tokenizer
     if name == "kv":
         lessons = [kv_pieces(random.Random(i), 5, 3) for i in range(3)]
     else:

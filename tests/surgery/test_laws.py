@@ -58,6 +58,11 @@ STATES = (
     "llamba: copying", "mamba2, mlp: layer", "mamba2, at random: layer", "mamba2attn: layer", "mamba, mlp: layer",
     "llamba, mlp: layer", "llamba: published", "falcon_h1", "zamba2", "jamba", "qwen3_next",
 )  # fmt: skip
+# Of the same, one of each class of ours.
+CLASSES = (
+    "plain: one head", "mamba: uneven groups, width of the state", "falcon mamba: shared pairs, two layers, one complete",
+    "llamba: copying", "mamba2attn: layer", "llamba, mlp: layer",
+)  # fmt: skip
 STEPS = {"do_sample": False, "output_logits": True, "return_dict_in_generate": True}
 
 
@@ -154,7 +159,7 @@ def test_graft_changes_the_logits(model, tokens):
     assert (model(tokens).logits - unsplice(model)(tokens).logits).abs().max() > 0.01
 
 
-@over(MODELS)
+@over(but_slow(MODELS, *STATES, *CONFIGURATIONS))  # what other plans do in a mixer stands in test_mixers.py
 @torch.no_grad()
 @in_float64
 def test_cached_equals_uncached_and_padded_equals_single(model, tokens, padded):
@@ -211,7 +216,7 @@ def test_a_mask_of_pairs_gives_the_same_logits(model, tokens):
     torch.testing.assert_close(model(tokens, attention_mask=causal).logits, model(tokens).logits, **SAME)
 
 
-@over(but_slow(MODELS, *STATES, *CONFIGURATIONS.keys() - {"qwen3_5_moe_text", "falcon_h1, no norm"}))
+@over(but_slow(MODELS, *CLASSES, *CONFIGURATIONS.keys() - {"qwen3_5_moe_text", "falcon_h1, no norm"}))
 @torch.no_grad()
 @in_float64
 def test_blocks_that_are_run_apart_are_the_model(model, tokens):
@@ -231,7 +236,7 @@ def test_blocks_that_are_run_apart_are_the_model(model, tokens):
         assert distillation.different == sorted(spec["layer"] for spec in model.config.grafts)
 
 
-@over(but_slow(MODELS, *OURS, "falcon_h1", "zamba2", "jamba", "qwen3_next"))
+@over(but_slow(MODELS, *STATES))
 def test_train_mode_equals_eval_mode_and_checkpointing_changes_no_gradient(model, tokens, padded):
     """Every parameter of a graft learns, save where it cannot: a bias of all keys, the scale of queries that are nothing. The
     gradient is of a forward behind which another, with another mask, has come."""
@@ -258,7 +263,7 @@ def test_train_mode_equals_eval_mode_and_checkpointing_changes_no_gradient(model
     assert all(torch.equal(recomputed[name], gradient) for name, gradient in plain.items())
 
 
-@over(MODELS)
+@over(but_slow(MODELS, *STATES, *CONFIGURATIONS))
 def test_reload_equals_live(model, tokens, tmp_path):
     model.save_pretrained(tmp_path)
     reloaded, live = AutoModelForCausalLM.from_pretrained(tmp_path), model.state_dict()
@@ -298,7 +303,7 @@ def test_folders_of_earlier_versions_are_read(model, tmp_path, request):
     assert again.state_dict().keys() == model.state_dict().keys()
 
 
-@over(OURS)
+@over(but_slow(OURS, *HEADS, *CLASSES))
 def test_the_error_in_float32(model, tokens, request):
     """With the kernels in C, where there is a compiler. That of 16 bits stands in test_half.py."""
     logits = model(tokens).logits.double()
@@ -419,7 +424,7 @@ def family_matrix(mixer, u):
 OWN = ("groups", "mamba", "falcon mamba", "llamba")
 
 
-@pytest.mark.parametrize("name", but_slow([*OWN, *KINDS], "mamba", "llamba", "falcon_h1", "kimi_linear"))
+@pytest.mark.parametrize("name", but_slow([*OWN, *KINDS], "mamba", "falcon_h1"))
 def test_examined_located_planned_spliced_saved_and_loaded_again(name, tokenizer, tmp_path):
     """By attribution, and of one model each head exactly. Of the quick ones, one is measured on other skills, too."""
     base = (BASES[name] if name in OWN else partial(base_of, name))(vocab_size=VOCABULARY)

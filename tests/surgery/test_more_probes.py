@@ -255,7 +255,7 @@ def test_a_needles_prompt_has_the_tokens_asked_for(length, depth, tokenizer):
         assert abs(words[0] - depth * sum(words)) < 15  # a sentence has fewer words
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(length=st.integers(150, 700), depth=st.floats(0, 1), seed=seeds)
 @example(length=378, depth=0.4962328412463718, seed=464654)
 @example(length=160, depth=0.5374763183409071, seed=966138)
@@ -300,7 +300,7 @@ def test_a_needle_in_a_file(tokenizer, tmp_path):
 def test_a_needle_that_cannot_be_exact_is_shorter(characters, tmp_path):
     """Words of four characters and a space: not every length can be had."""
     (tmp_path / "text.txt").write_text("word " * 500)
-    for length in (300, 302, 304):
+    for length in (300, 302):
         probe = make("needle", tokenizer=characters, length=length, source=str(tmp_path / "text.txt"))
         for question in probe.questions(1, seed=0):
             assert length - 5 < len(characters(question.prompt)["input_ids"]) <= length
@@ -328,8 +328,8 @@ def test_a_check_refuses_what_the_questions_refuse_and_nothing_else(needles, cha
     for source, lengths in lengths_of:
         for length in lengths:
             needle = make("needle", tokenizer=characters, length=length, needles=needles, source=str(source))
-            checked = refusal(lambda needle=needle: needle.check(10, seed=0))
-            assert refusal(lambda needle=needle: needle.questions(10, seed=0)) == checked
+            checked = refusal(lambda needle=needle: needle.check(5, seed=0))
+            assert refusal(lambda needle=needle: needle.questions(5, seed=0)) == checked
             said.add(checked)
     assert len(said) > 4
     assert "" in said

@@ -12,7 +12,7 @@ from surgery.loading.digests import fingerprint, model_digest
 from surgery.records.plan import Plan
 from surgery.splicing.splice import adopt, graft_parameters, splice, unsplice
 from surgery.world.tokenizer import build_tokenizer
-from tests.conftest import BASES, VOCABULARY
+from tests.conftest import BASES, VOCABULARY, but_slow
 
 IDS = torch.randint(1, 99, (2, 9), generator=torch.Generator().manual_seed(1))
 KINDS = {
@@ -97,8 +97,12 @@ def gradients(hybrid):
 
 
 @pytest.mark.parametrize(
-    ("family", "how"), [("plain", "cpu"), ("plain", "disk"), ("plain", "map"), ("mamba", "cpu"), ("mamba", "disk")]
-)
+    ("family", "how"),
+    but_slow(
+        [("plain", "cpu"), ("plain", "disk"), ("plain", "map"), ("mamba", "cpu"), ("mamba", "disk")],
+        ("plain", "cpu"), ("plain", "map"), ("mamba", "disk"),
+    ),
+)  # fmt: skip
 def test_an_offloaded_base_is_spliced_as_a_whole_one(family, how, tmp_path):
     whole = BASES[family]()
     if how == "map":

@@ -1,6 +1,7 @@
 """Figures: results and names, chance, the grafts' own attention, what of an example is drawn, and atlases of many heads."""
 
 import ast
+import warnings
 from itertools import pairwise
 
 import numpy as np
@@ -54,6 +55,14 @@ def drawn(painted, monkeypatch):
 
     monkeypatch.setattr(plotting, "drawing", spy)
     return figures
+
+
+def test_a_token_that_no_font_has_is_drawn(tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with plotting.drawing(tmp_path / "figure.png", height=1.0) as (_, axes):
+            axes[0, 0].set_xlabel("水 \U0001f9e0 $")
+    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_figure_says_its_result_and_names_its_lines(drawn, tmp_path):

@@ -244,10 +244,8 @@ bench: {pairs: [4], unseen_pairs: [], limit: 4, windows: 2, window: 32, contexts
 """
 
 
-MORE = [pytest.param(*case, marks=pytest.mark.slow) for case in (("mamba2", 4), ("llamba", 8))]
-
-
-@pytest.mark.parametrize(("family", "bits"), [("falcon", 8), *MORE])
+@pytest.mark.slow  # its stages have quick tests above
+@pytest.mark.parametrize(("family", "bits"), [("falcon", 8), ("mamba2", 4), ("llamba", 8)])
 def test_the_whole_job(surgery, folders, tmp_path, family, bits):
     """`surgery run`, controls included, and what it exports is still quantised."""
     base = stored(folders, tmp_path / "base", bits, family)

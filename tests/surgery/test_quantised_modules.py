@@ -1,6 +1,7 @@
 """Models with quantised projections compute what the dequantised weights say: with modules made here, and bitsandbytes'."""
 
 import copy
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -81,9 +82,18 @@ WIDE = {
 WAYS = {"8 bits": {"load_in_8bit": True}, "4 bits": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}}
 
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+EACH_ONCE = [*zip(WIDE, DTYPES, strict=True)]  # every family, and every dtype, in either number of bits
+
+
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("base", WIDE)
+@pytest.mark.parametrize(
+    ("base", "dtype"),
+    [
+        pytest.param(*pair, marks=() if pair in EACH_ONCE else pytest.mark.slow, id="-".join(map(str, pair)))
+        for pair in product(WIDE, DTYPES)
+    ],
+)
 @torch.no_grad()
 def test_bitsandbytes(base, dtype, way, tokens, tmp_path):
     """As near to the float model as transformers' own in so many bits; its Mamba-1 does not run in any."""

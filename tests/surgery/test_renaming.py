@@ -13,7 +13,7 @@ from surgery.errors import UserError
 from surgery.probes.hits import NONE, PairCounts
 from surgery.records.recipe import Data, Rename, Tune
 from surgery.tuning import renaming
-from surgery.tuning.batches import check, loaders
+from surgery.tuning.batches import check, loaders, training_pairs
 from surgery.tuning.renaming import Renaming, token_kinds
 
 RENAMED = Tune(
@@ -67,8 +67,10 @@ def test_tokens_beyond_the_tokenizer_stay(renamed_by):
 
 
 def test_the_text_of_tuning_is_renamed_and_its_hits_are_of_the_new_names(tiny):
+    pairs = training_pairs(tiny.tokenizer, Data())
+
     def texts(options, start=0):
-        return list(loaders(tiny.tokenizer, options, Data(), 0, start)[1])
+        return list(loaders(tiny.tokenizer, options, Data(), 0, start, pairs)[1])
 
     plain, renamed = (texts(options) for options in (RENAMED.model_copy(update={"rename": None}), RENAMED))
     changed, kinds = 0.0, token_kinds(tiny.tokenizer)

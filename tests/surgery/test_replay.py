@@ -84,8 +84,8 @@ def slow(model, found, layer, heads, how, reference):
         return model(IDS, use_cache=False).logits[torch.arange(2), LAST]
 
 
-# Blocks that are built like those of llama, mamba and granitemoehybrid; gemma2 has sliding windows, too.
-ALIKE = {"qwen2", "qwen3", "mistral", "phi3", "falcon_mamba", "bamba"}
+# Blocks that are built like those of llama, mamba, granitemoehybrid and qwen3_next; gemma2 has sliding windows, too.
+ALIKE = {"qwen2", "qwen3", "mistral", "phi3", "falcon_mamba", "bamba", "minimax"}
 
 
 @pytest.mark.parametrize("name", but_slow(ARCHITECTURES, *ARCHITECTURES.keys() - ALIKE))

@@ -357,7 +357,7 @@ bench: {pairs: [8], unseen_pairs: [], limit: 12, windows: 2, window: 32, context
 """
 
 
-def test_a_run_with_windows_asks_what_is_kept(surgery, tmp_path, painted):
+def test_a_run_with_windows_asks_what_is_kept(surgery, tmp_path):
     (tmp_path / "checkpoints").symlink_to(ROOT / "checkpoints")
     (tmp_path / "recipe.yaml").write_text(RUN)
     status, _, error = surgery("run", "recipe.yaml", "--set", "tune.lora=null", "--out", "out")
