@@ -61,7 +61,10 @@ def source(record: Report | Findings, file: str) -> str:
 def claims() -> str:
     """The table of claims."""
     parts: tuple[Callable[[], Sequence[str]], ...] = (
-        _demo, _auto, _ways, _fresh, _seeds, _mamba1, _deltanet, _kda, _mlstm, _cohort, _seed2, _lengths, _transformer, _state,
+        _demo, _auto, lambda: _ways("ways", "#the-built-in-bases", "{} toys"),
+        lambda: _ways("ways-cohort", "#bases-trained-without-the-layer-0-curriculum", "{} bases of the cohort"),
+        lambda: _ways("ways-prose", "#prose", "tiny-names, five novels"),
+        _fresh, _seeds, _mamba1, _deltanet, _kda, _mlstm, _cohort, _seed2, _lengths, _transformer, _state,
         _windows, _text, _places, _words,
         lambda: _letters("letters-choice", "without bounds", LOSS), lambda: _letters("letters-kept", "within bounds", SHOWN),
         lambda: _letters("letters-kept-mamba1", "within bounds, Mamba-1", SHOWN),
@@ -128,18 +131,20 @@ def _auto() -> list[str]:
     ]  # fmt: skip
 
 
-def _ways() -> list[str]:
-    record = findings("ways")
+def _ways(name: str, anchor: str, toys: str) -> list[str]:
+    record = findings(name)
     gains = {way: common_gains(record.rows, way) for way in ("attribution", DEFAULT, "layer", "random")}
     mean = {way: statistics.fmean(values) for way, values in gains.items()}
     passes = {way: sum(costs(record.about, way)[:2]) for way in ("attribution", DEFAULT)}
-    toys = sum(DEFAULT in about["cost"] for about in record.about.values())
+    bases = {base: about for base, about in record.about.items() if DEFAULT in about["cost"]}
+    seeds = {about["seeds"] for about in bases.values()}
+    gained = "nats saved on recall hits" if name == "ways-prose" else "unseen keys"
     return [
-        f"[Attribution](ways.md) chooses as well as {DEFAULT} at {passes['attribution'] / passes[DEFAULT]:.0%} of the passes: "
-        f"unseen keys {mean['attribution']:+.3f} and {mean[DEFAULT]:+.3f}",
-        f"{len(gains[DEFAULT])} cases on {toys} toys, 1 seed",
+        f"[Attribution](ways.md{anchor}) chooses as well as {DEFAULT} at {passes['attribution'] / passes[DEFAULT]:.0%} of the "
+        f"passes: {gained} {mean['attribution']:+.3f} and {mean[DEFAULT]:+.3f}",
+        f"{len(gains[DEFAULT])} cases on {toys.format(len(bases))}, {', '.join(map(str, seeds))} seeds",
         f"random heads of the same layer: {mean['layer']:+.3f}; of all: {mean['random']:+.3f}",
-        source(record, "ways.findings.json"), SHOWN,
+        source(record, f"{name}.findings.json"), SHOWN,
     ]  # fmt: skip
 
 

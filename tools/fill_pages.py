@@ -518,7 +518,10 @@ PAGES: dict[Path, dict[str, Callable[[], str]]] = {
         "tiny-names": partial(books_page.card, "tiny-names"),
         "recall-places": books_page.recall_places,
     },
-    EVIDENCE / "ways.md": {"ways": ways_page.ways, "fresh-bases": ways_page.fresh_bases},
+    EVIDENCE / "ways.md": {
+        "ways": ways_page.ways, "ways-cohort": ways_page.ways_cohort, "ways-prose": ways_page.ways_prose,
+        "kept-unseen": ways_page.kept_unseen, "fresh-bases": ways_page.fresh_bases,
+    },
     EVIDENCE / "table.md": {
         "table mamba2": partial(table_of, "demo-mamba2", "table"),
         "table needles": partial(table_of, "lengths", "table-needles"),
