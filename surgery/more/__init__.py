@@ -1,0 +1,1 @@
+"""Further plug-ins of the core, one file each, and what only they need: ways of choosing heads (`ways/`)."""
