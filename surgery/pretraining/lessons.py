@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from surgery.records.pretrain_recipe import Curriculum, PretrainRecipe
+from surgery.pretraining.recipe import Curriculum, PretrainRecipe
 from surgery.tuning.sequences import Piece, collate, kv_pieces, letter_pieces, needle_pieces, text_pieces
 
 MOST_NEEDLES = 8  # numbers told in a document

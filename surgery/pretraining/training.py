@@ -13,8 +13,8 @@ from surgery.errors import UserError
 from surgery.pretraining.hints import hint_loss, looks
 from surgery.pretraining.lessons import Progress, dictionaries, lesson
 from surgery.pretraining.measuring import measured_probes
+from surgery.pretraining.recipe import PretrainHints, PretrainRecipe
 from surgery.probes.scoring import answer
-from surgery.records.pretrain_recipe import PretrainHints, PretrainRecipe
 from surgery.runtime.bf16 import autocast
 from surgery.runtime.progress import Track, say
 from surgery.tuning.optimizer import parameter_groups, steady_schedule

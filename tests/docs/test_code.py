@@ -46,7 +46,12 @@ SLOW = {"README.md", *FULL}  # its Python tunes forty steps
 
 # Of what is measured whatever a page says: questions of a look, tokens that RULER has written, and the seconds of a forward and
 # of a step, and the examples, by which an estimate goes.
-FEWER = {"jobs.look.MOST": 12, "models.pace.SECONDS": 0.01, "tuning.rehearsal.SECONDS": 0.01, "jobs.costs.counts.COUNTED": 64}
+FEWER = {
+    "commands.look.MOST": 12,
+    "models.pace.SECONDS": 0.01,
+    "tuning.rehearsal.SECONDS": 0.01,
+    "jobs.costs.counts.COUNTED": 64,
+}
 WRITTEN = 4
 
 
