@@ -1,1 +1,1 @@
-"""Further plug-ins of the core, one file each, and what only they need: ways of choosing heads (`ways/`)."""
+"""Further plug-ins, one file each: ways of choosing heads (`ways/`), probes (`probes/`); and what only they need."""
