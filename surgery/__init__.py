@@ -23,11 +23,11 @@ from surgery.runtime.quiet import hush_bitsandbytes
 
 if TYPE_CHECKING:
     from surgery.choosing.gain import grow
+    from surgery.commands.look import look
     from surgery.evaluation.bench import bench
     from surgery.evaluation.report import Report
     from surgery.exporting.export import export
     from surgery.jobs.costs.estimate import estimate
-    from surgery.jobs.look import look
     from surgery.jobs.run import run
     from surgery.loading.opened import Checkpoint
     from surgery.locating.locate import locate
@@ -92,7 +92,7 @@ _MODULES = {
     "grow": "choosing.gain",
     "load": "splicing.load",
     "locate": "locating.locate",
-    "look": "jobs.look",
+    "look": "commands.look",
     "plan": "locating.planning",
     "read_recipe": "records.recipe",
     "run": "jobs.run",

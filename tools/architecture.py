@@ -19,7 +19,7 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 RECORD, PAGE = ROOT / "recipes" / "architecture.json", ROOT / "docs" / "architecture.md"
 BEGIN, END = "<!-- filled from recipes/architecture.json -->", "<!-- end -->"
-AROUND = ("serving", "pretraining", "studies", "doctor", "cli")
+AROUND = ("serving", "pretraining", "more", "studies", "doctor", "commands", "cli")
 OWN = ("hybrids", "kernels")  # whose calls are a model's own
 
 WALKS = """
@@ -29,8 +29,12 @@ import surgery
 from surgery.loading.opened import Checkpoint
 from surgery.locating.subject import Subject
 from surgery.records.recipe import Data, Tune
-from surgery.records.settings import rows, sections
 from transformers import PreTrainedModel
+
+try:
+    from surgery.cli.sections import rows, sections
+except ImportError:  # of an earlier version
+    from surgery.records.settings import rows, sections
 
 root, own = Path(surgery.__file__).parent, json.loads(sys.argv[1])
 

@@ -17,9 +17,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from surgery.commands import table as tables
 from surgery.doctor.diagnosis import describe
 from surgery.evaluation import markdown
-from surgery.evaluation import table as tables
 from surgery.evaluation.automatic import automatic_choices, rounds
 from surgery.evaluation.judgement import did_it_help
 from surgery.evaluation.report import Report

@@ -18,9 +18,9 @@ from pathlib import Path
 from surgery.evaluation.report import Report
 from surgery.evaluation.results import ModelReport, value
 from surgery.pretraining.pretrain import pretrain
+from surgery.pretraining.recipe import read_pretrain_recipe
 from surgery.records.names import is_control
 from surgery.records.plan import Plan
-from surgery.records.pretrain_recipe import read_pretrain_recipe
 from surgery.records.record import Environment, Record, Sealed, environment
 from surgery.records.site import shortened
 from surgery.runtime.progress import say

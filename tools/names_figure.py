@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from surgery.records.pretrain_recipe import read_pretrain_recipe
+from surgery.pretraining.recipe import read_pretrain_recipe
 from surgery.runtime import plotting
 
 ROOT = Path(__file__).parent.parent

@@ -7,12 +7,12 @@ from typing import Any
 import typer
 
 from surgery.cli.app import app
+from surgery.cli.sections import rows, sections
 from surgery.evaluation import markdown
 from surgery.evaluation.report import Report
 from surgery.probes import probes
 from surgery.probes.question import CompletionProbe, PassageProbe, WritingProbe
 from surgery.records.sections.benching import SUITES
-from surgery.records.settings import rows, sections
 
 
 def verbs() -> str:

@@ -1,25 +1,26 @@
-"""Ways of choosing heads (`plan.by`), one file each, found by listing this folder: a new way is a new file.
+"""Ways of choosing heads (`plan.by`): gain.py, the default, and others, one file each, found by listing the folders `ways`
+around the core (surgery/more/ways): a new way is a new file there.
 
 The first paragraph of the file says how it chooses (`surgery list ways` prints it). What else a file holds, the protocol Way
 says. All of them stay within the bounds of plan.auto (bounded.py), and differ in the heads that they propose."""
 
-import importlib
-import pkgutil
+from importlib import import_module
 from typing import TYPE_CHECKING, Protocol
 
 from surgery.errors import UserError
 from surgery.records.complaints import none_named
+from surgery.runtime.listing import listed
 
 if TYPE_CHECKING:
     from surgery.choosing.task import ChoiceTask, Most
     from surgery.records.plan import Plan
     from surgery.records.recipe import PlanOptions
 
-SHARED = ("bounded", "passes", "task", "windows")  # what the ways use, and what is no way of choosing grafts
+DEFAULT = "gain"
 
 
 class Way(Protocol):
-    """A module of this folder."""
+    """gain.py, or a module of a folder `ways`."""
 
     def choose(self, task: "ChoiceTask") -> "Plan":
         """Raises UserError where it has nothing to propose, NoPlan where no plan is within the bounds."""
@@ -30,8 +31,7 @@ class Way(Protocol):
 
 def names() -> list[str]:
     """Of all ways; the default comes first."""
-    known = (module.name for module in pkgutil.iter_modules(__path__) if module.name not in SHARED)
-    return sorted(known, key=lambda name: (name != "gain", name))
+    return [DEFAULT, *sorted(listed("ways"))]
 
 
 def check_way(name: str) -> None:
@@ -43,5 +43,5 @@ def check_way(name: str) -> None:
 def way_of(name: str) -> Way:
     """Raises UserError if there is none of that name."""
     check_way(name)
-    way: Way = importlib.import_module(f"{__name__}.{name}")
+    way: Way = import_module(f"{__name__}.{DEFAULT}" if name == DEFAULT else listed("ways")[name])
     return way

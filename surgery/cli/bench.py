@@ -58,13 +58,13 @@ def bench(
     """
     options = recipe_of("bench", recipe, settings, model=base)
     with starting():
+        from surgery.commands.compared import labels
+        from surgery.commands.comparison import compare, estimate_comparison
+        from surgery.commands.gate import requirement
+        from surgery.commands.hybrid_folder import advise_tuning
         from surgery.evaluation import markdown
-        from surgery.evaluation.gate import requirement
         from surgery.evaluation.judgement import did_it_help
         from surgery.evaluation.suites import names
-        from surgery.exporting.source import advise_tuning
-        from surgery.jobs.comparison import compare, estimate_comparison
-        from surgery.jobs.opening import labels
     check_json(as_json, dry_run)
     # A dry run runs nothing of others.
     until_the_end.enter_context(consenting(engine_python=engine_python, task_code=trust_task_code and not dry_run))

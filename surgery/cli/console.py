@@ -37,6 +37,6 @@ def starting() -> AbstractContextManager[None]:
 def table(header: list[str], body: list[list[str]]) -> None:
     """Print a table, in parts where it is wider than the terminal."""
     if is_main():
-        from surgery.runtime.tables import print_table
+        from surgery.cli.tables import print_table
 
         print_table(header, body)

@@ -56,9 +56,10 @@ def export(
     """
     check_way(verify)
     check_format(form)
+    from surgery.commands.hybrid_folder import advise_tuning, papers_of, present, report_on
     from surgery.exporting import export as exporting
     from surgery.exporting.engines import check_engines, read_pythons
-    from surgery.exporting.source import advise_tuning, base_of, is_patch, papers_of, present, report_on
+    from surgery.exporting.source import base_of, is_patch
     from surgery.jobs.opening import open_checkpoint
     from surgery.loading.digests import identify
     from surgery.runtime.ownership import check_free

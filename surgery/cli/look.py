@@ -30,8 +30,8 @@ def look(
     """
     options = recipe_of("look", None, settings, model=model)
     with starting():
-        from surgery.jobs.look import ModelLook
-        from surgery.jobs.look import look as look_at
+        from surgery.commands.look import ModelLook
+        from surgery.commands.look import look as look_at
         from surgery.jobs.opening import open_checkpoint
         from surgery.kernels.dispatch import use
         from surgery.runtime.progress import busy

@@ -23,7 +23,7 @@ def pretrain(
       surgery pretrain recipes/tiny-mamba2.yaml --out runs/tiny-mamba2
     """
     from surgery.pretraining import pretrain as pretraining
-    from surgery.records.pretrain_recipe import read_pretrain_recipe
+    from surgery.pretraining.recipe import read_pretrain_recipe
 
     options = read_pretrain_recipe(recipe)
     pretraining.check_place(out)

@@ -24,7 +24,7 @@ def publish(
     Examples:
       surgery publish tuned me/my-hybrid --dry-run
     """
-    from surgery.exporting import publish as publishing
+    from surgery.commands import publish as publishing
 
     done = publishing.publish(folder, repo, private=private, dry_run=dry_run, overwrite=overwrite)
     prose(done.proof.line())

@@ -27,7 +27,7 @@ from surgery.records.reading import check_name
 from surgery.runtime.consent import consenting
 
 if TYPE_CHECKING:
-    from surgery.jobs.run_model import Chosen
+    from surgery.commands.run_model import Chosen
 
 
 def run(
@@ -68,11 +68,11 @@ def run(
     of_model = is_model(str(recipe))
     options = None if of_model else recipe_of("run", recipe, settings)
     with starting():
+        from surgery.commands.run_model import chosen_for, run_chosen
         from surgery.evaluation import markdown
         from surgery.evaluation.judgement import did_it_help, judge
         from surgery.jobs import run as job
         from surgery.jobs.costs.estimate import estimate
-        from surgery.jobs.run_model import chosen_for, run_chosen
         from surgery.studies import studies
         from surgery.studies.conduct import FIGURE, FINDINGS, conduct
     out = out or Path("runs") / (recipe.name if of_model else recipe.stem)

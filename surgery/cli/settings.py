@@ -12,7 +12,7 @@ from surgery.cli.console import show
 from surgery.errors import UserError
 
 if TYPE_CHECKING:
-    from surgery.records.settings import Setting
+    from surgery.cli.sections import Setting
 
 Names = Iterator[tuple[str, str]]  # name, meaning
 
@@ -27,10 +27,10 @@ def settings(
     Examples:
       surgery settings tune.lora
     """
+    from surgery.cli.sections import rows, sections
     from surgery.records.complaints import named_like
     from surgery.records.recipe import Recipe
     from surgery.records.sections.listing import keys
-    from surgery.records.settings import rows, sections
 
     known = sections()
     chosen = [place for place in known if not section or place == section or place.startswith(f"{section}.")]

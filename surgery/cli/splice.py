@@ -42,8 +42,8 @@ def splice(
       surgery splice checkpoints/tiny-mamba2 plan.json --out s --state-size 4
     """
     options = recipe_of("splice", recipe, settings, model=model)
+    from surgery.commands.hybrid_folder import advise_tuning
     from surgery.exporting.export import export
-    from surgery.exporting.source import advise_tuning
     from surgery.jobs.opening import as_ranked, open_base, open_donor
     from surgery.records.plan import Plan
     from surgery.runtime.ownership import check_free

@@ -26,7 +26,7 @@ def table(
       surgery table runs/bench-tuned --out runs/table
     """
     with starting():
-        from surgery.evaluation import table as tables
+        from surgery.commands import table as tables
         from surgery.evaluation.figure import looks
         from surgery.evaluation.plots import draw_lines
         from surgery.evaluation.report_figures import retrieval_figures, ruler_figures

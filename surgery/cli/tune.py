@@ -43,7 +43,7 @@ def tune(
     check_way(verify)
     options = recipe_of("tune", recipe, settings, model=hybrid)
     with starting():
-        from surgery.jobs.tune_hybrid import tune_hybrid
+        from surgery.commands.tune_hybrid import tune_hybrid
     log = tune_hybrid(
         options,
         out,

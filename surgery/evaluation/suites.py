@@ -51,9 +51,8 @@ PAPER_PAIRS = tuple(range(10, 51, 5))
 DEPTHS = (0.0, 0.5, 1.0)  # where in a text a needle is hidden: 0 at its beginning, 1 at its end
 # How many needles are hidden and asked for; needle.1024.50 has one, in the middle.
 SEVERAL = dict(zip(NEEDLES, ({"needles": 8}, {"needles": 8, "queries": 4}), strict=True))
-# Whether greedy decoding would write the answer, in one forward, where the candidates are so many and so long that scoring each
-# of them would take a hundred times as long. Chance is 0.
-WRITTEN = ("phonebook",)
+# Probes of whose answers it is asked whether greedy decoding would write them, in one forward. Chance is 0.
+WRITTEN = tuple(name for name, kind in probes().items() if getattr(kind, "written", False))
 NORMED = ("hellaswag", "arc_challenge")  # of which papers print the accuracy by log-likelihoods divided by length, too
 WINDOW_ROWS = 4  # of the rows of a batch, what a window of text stands for: it is several times as long as a question
 

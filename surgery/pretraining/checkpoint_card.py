@@ -8,8 +8,8 @@ from transformers import PreTrainedModel
 
 from surgery.models.anatomy import anatomy
 from surgery.pretraining.measuring import SIZES
+from surgery.pretraining.recipe import PretrainRecipe
 from surgery.records.names import as_code, in_markdown, one_line
-from surgery.records.pretrain_recipe import PretrainRecipe
 from surgery.records.record import provenance
 
 

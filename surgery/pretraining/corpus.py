@@ -27,8 +27,8 @@ from surgery.hybrids.spliced import without_code
 from surgery.loading.checkpoint import load_tokenizer
 from surgery.loading.hub import one_line
 from surgery.models.tokens import tokenizers_errors
+from surgery.pretraining.recipe import CorpusOptions
 from surgery.probes.hits import PairCounts
-from surgery.records.pretrain_recipe import CorpusOptions
 from surgery.records.reading import PLAIN_TEXT, check_plain, files_below, parse_json
 from surgery.records.record import read_text
 from surgery.runtime.ownership import building, reason

@@ -8,8 +8,8 @@ from transformers import PreTrainedModel
 from surgery.models.anatomy import anatomy
 from surgery.pretraining.corpus import Corpus
 from surgery.pretraining.corpus_measuring import PAIRS, RARE
+from surgery.pretraining.recipe import CorpusOptions, PretrainRecipe
 from surgery.records.names import display_name, in_markdown
-from surgery.records.pretrain_recipe import CorpusOptions, PretrainRecipe
 from surgery.records.record import provenance
 from surgery.runtime.progress import duration
 

@@ -9,11 +9,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from surgery.pretraining.corpus import Corpus, spread
+from surgery.pretraining.recipe import CorpusOptions
 from surgery.probes.hits import by_stretch, hits
 from surgery.probes.kv import KVRetrieval
 from surgery.probes.perplexity import token_losses
 from surgery.probes.scoring import answer
-from surgery.records.pretrain_recipe import CorpusOptions
 from surgery.runtime.progress import Track
 from surgery.splicing.splice import adopt
 from surgery.statistics import mean, proportion, shares

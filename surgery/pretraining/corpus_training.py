@@ -23,14 +23,14 @@ from surgery.errors import UserError
 from surgery.pretraining.chunked_entropy import mean_cross_entropy
 from surgery.pretraining.corpus import Corpus, Windows, spread
 from surgery.pretraining.corpus_measuring import RARE
-from surgery.pretraining.training import checked_loss
+from surgery.pretraining.recipe import OF_THE_WORLD, CorpusOptions, PretrainRecipe
+from surgery.pretraining.training import checked_loss, steady_schedule
 from surgery.probes.hits import NONE, seen_before
 from surgery.probes.perplexity import token_losses
-from surgery.records.pretrain_recipe import OF_THE_WORLD, CorpusOptions, PretrainRecipe
 from surgery.runtime.bf16 import autocast
 from surgery.runtime.deferring import deferred
 from surgery.runtime.progress import Track, say
-from surgery.tuning.optimizer import parameter_groups, steady_schedule
+from surgery.tuning.optimizer import parameter_groups
 from surgery.tuning.renaming import Renaming
 from surgery.tuning.state import Checkpoints, State
 

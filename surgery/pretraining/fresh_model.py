@@ -12,8 +12,8 @@ from surgery.errors import UserError
 from surgery.loading.hub import one_line
 from surgery.models.anatomy import anatomy
 from surgery.pretraining.mixer_starts import start_mixers
+from surgery.pretraining.recipe import PretrainRecipe
 from surgery.records.plan import Plan
-from surgery.records.pretrain_recipe import PretrainRecipe
 from surgery.records.reading import shown
 from surgery.splicing.load import load
 from surgery.splicing.splice import adopt, install

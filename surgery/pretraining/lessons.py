@@ -7,8 +7,13 @@ from collections.abc import Iterator
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from surgery.records.pretrain_recipe import Curriculum, PretrainRecipe
-from surgery.tuning.sequences import Piece, collate, kv_pieces, letter_pieces, needle_pieces, text_pieces
+from surgery.pretraining.recipe import Curriculum, PretrainRecipe
+from surgery.probes import needle
+from surgery.probes.letters import lettered
+from surgery.tuning.sequences import EvidenceSpan, Piece, collate, kv_pieces
+from surgery.world.facts import facts
+from surgery.world.text import document
+from surgery.world.words import KEYS
 
 MOST_NEEDLES = 8  # numbers told in a document
 LETTER_QUESTIONS = 6  # of a sequence
@@ -34,6 +39,36 @@ def dictionaries(recipe: PretrainRecipe, rng: random.Random, most: int) -> list[
     pairs = rng.randint(recipe.curriculum.first, most)
     sequences = max(1, recipe.kv_targets // min(pairs, recipe.queries))
     return [kv_pieces(rng, pairs, recipe.queries, keys="all") for _ in range(sequences)]
+
+
+def letter_pieces(rng: random.Random, questions: int) -> list[Piece]:
+    """Lettered questions with prompts of the training split. The targets are the letters."""
+    pieces: list[Piece] = []
+    for i, fact in enumerate(rng.choices(facts(), k=questions)):
+        question = lettered(rng, fact.question, fact.value, fact.choices, held_out=False)
+        pieces += [("\n" * (i > 0) + question.prompt, False), (question.choices[question.answer], True)]
+    return pieces
+
+
+def needle_pieces(rng: random.Random, end: str, sentences: int, needles: int, queries: int) -> list[Piece]:
+    """A training document of `sentences` sentences, among which `needles` numbers are told, and at most `queries` questions for
+    them, in the words of the probe. The targets are the numbers that are asked for."""
+    words, numbers = rng.sample(KEYS, needles), rng.sample(needle.NUMBERS, needles)
+    told = [f"{needle.ask(word)} {number}." for word, number in zip(words, numbers, strict=True)]
+    parts = [*(document(rng, held_out=False, sentences=1) for _ in range(sentences)), *told]
+    rng.shuffle(parts)
+    head = end + " ".join(parts)
+    pieces: list[Piece] = []
+    for i, place in enumerate(rng.sample(range(needles), min(queries, needles))):
+        begin = head.index(told[place])
+        answer = (f" {numbers[place]}", EvidenceSpan(begin, begin + len(told[place])))
+        pieces += [((".\n" if i else f"{head}\n") + needle.ask(words[place]), False), answer]
+    return pieces
+
+
+def text_pieces(rng: random.Random, end: str, sentences: int) -> list[Piece]:
+    """A training document, all of it a target."""
+    return [(end + document(rng, held_out=False, sentences=sentences), True)]
 
 
 def haystacks(recipe: PretrainRecipe, rng: random.Random, end: str) -> list[list[Piece]]:

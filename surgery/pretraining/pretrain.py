@@ -30,8 +30,8 @@ from surgery.pretraining.fresh_model import check_architecture, fresh_model
 from surgery.pretraining.layer_alignment import align_layers
 from surgery.pretraining.lessons import batches_of_all_kinds
 from surgery.pretraining.measuring import measure
+from surgery.pretraining.recipe import CorpusOptions, PretrainRecipe, read_pretrain_recipe
 from surgery.pretraining.training import train
-from surgery.records.pretrain_recipe import CorpusOptions, PretrainRecipe, read_pretrain_recipe
 from surgery.runtime.ownership import building, check_free, reason, writing
 from surgery.splicing.load import load
 from surgery.splicing.splice import adopt, unsplice

@@ -7,17 +7,18 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.errors import UserError
 from surgery.pretraining.hints import hint_loss, looks
 from surgery.pretraining.lessons import Progress, dictionaries, lesson
 from surgery.pretraining.measuring import measured_probes
+from surgery.pretraining.recipe import PretrainHints, PretrainRecipe
 from surgery.probes.scoring import answer
-from surgery.records.pretrain_recipe import PretrainHints, PretrainRecipe
 from surgery.runtime.bf16 import autocast
 from surgery.runtime.progress import Track, say
-from surgery.tuning.optimizer import parameter_groups, steady_schedule
+from surgery.tuning.optimizer import parameter_groups
 from surgery.tuning.sequences import IGNORE, collate
 
 
@@ -112,3 +113,14 @@ def _glance(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> str:
     figures = {name: answer(model, tokenizer, batch).correct.mean() for name, batch in questions.items()}
     model.train()
     return ", ".join(f"{name} {figure:.2f}" for name, figure in figures.items())
+
+
+def steady_schedule(optimizer: torch.optim.Optimizer, warmup: int, steps: int, decay_from: float) -> LambdaLR:
+    """The learning rate as a share of its maximum: it rises over `warmup` steps, stays, and falls linearly to a twentieth from
+    the share `decay_from` of the steps on. Until then it does not depend on their number."""
+
+    def share(step: int) -> float:
+        left = (steps - step) / (steps * (1 - decay_from))
+        return min(1.0, (step + 1) / warmup) * min(1.0, max(0.05, left))
+
+    return LambdaLR(optimizer, share)

@@ -1,9 +1,9 @@
 """Probes: synthetic tasks with a metric that exposes retrieval, or watches over everything else.
 
-One file per probe, found by listing this folder: a new probe is a new file that defines `PROBES`, name -> dataclass. The first
-sentence of the dataclass says what the probe asks (`surgery list probes` prints it), its fields are the probe's options. A
-probe makes `Question`s with choices, `Completion`s or `Passage`s from a seed, which `surgery.probes.scoring` puts to a model,
-or `Writing`s (`surgery.probes.written`).
+One file per probe, found by listing this folder and those of the same name around the core (surgery/more/probes): a new probe
+is a new file that defines `PROBES`, name -> dataclass. The first sentence of the dataclass says what the probe asks
+(`surgery list probes` prints it), its fields are the probe's options. A probe makes `Question`s with choices, `Completion`s or
+`Passage`s from a seed, which `surgery.probes.scoring` puts to a model, or `Writing`s (`surgery.probes.written`).
 """
 
 import dataclasses
@@ -20,6 +20,7 @@ from surgery.errors import UserError
 from surgery.probes.question import CompletionProbe, PassageProbe, Probe, WritingProbe
 from surgery.records.complaints import none_named
 from surgery.records.reading import shown
+from surgery.runtime.listing import listed
 
 AnyProbe = Probe | CompletionProbe | WritingProbe | PassageProbe
 MOST = 10**6  # words, tokens or pairs of one question
@@ -29,8 +30,9 @@ MOST = 10**6  # words, tokens or pairs of one question
 def probes() -> dict[str, type]:
     """name -> the dataclass whose fields are the probe's options."""
     known: dict[str, type] = {}
-    for module in pkgutil.iter_modules(__path__):
-        known |= getattr(importlib.import_module(f"{__name__}.{module.name}"), "PROBES", {})
+    own = {module.name: f"{__name__}.{module.name}" for module in pkgutil.iter_modules(__path__)}
+    for _, module in sorted({**own, **listed("probes")}.items()):
+        known |= getattr(importlib.import_module(module), "PROBES", {})
     return known
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from surgery.runtime.printable import printable
 
-# What a run and a comparison call their controls (jobs/entries.py, jobs/controls.py). Any other name of a model is the user's.
+# What a run and a comparison call their controls (jobs/entries.py, commands/controls.py). Any other name of a model is the
+# user's.
 CONTROL_TUNED = "control_tuned"
 CONTROL = re.compile(r"control_(tuned(_\d+)?|lora_tuned|(random_site(_\d+)?|same_layer|random_windows)(_tuned)?)")
 HUB = re.compile(r"[A-Za-z0-9_][\w.-]*/[\w.-]+", flags=re.ASCII)  # user/name

@@ -1,5 +1,5 @@
-"""What is found by listing the packages of one name: formats and engines, in whichever package they lie. So the core imports
-nothing else of it."""
+"""What is found by listing the packages of one name: formats, engines, ways of choosing and probes, in whichever package they
+lie. So the core imports nothing else of it."""
 
 import pkgutil
 from importlib import import_module

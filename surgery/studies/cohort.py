@@ -25,9 +25,9 @@ from surgery.jobs.run import run
 from surgery.locating.ranking import Ranking
 from surgery.pretraining.fresh_model import check_architecture
 from surgery.pretraining.pretrain import pretrain
+from surgery.pretraining.recipe import PretrainRecipe, parsed_pretrain_recipe, read_pretrain_recipe
 from surgery.probes.letters import LETTERS as OPTIONS
 from surgery.records.names import is_control
-from surgery.records.pretrain_recipe import PretrainRecipe, parsed_pretrain_recipe, read_pretrain_recipe
 from surgery.records.recipe import Recipe, changed
 from surgery.records.site import Site
 from surgery.runtime import plotting

@@ -35,8 +35,8 @@ from surgery.locating.planning import plan
 from surgery.models.anatomy import mixer_at
 from surgery.pretraining.layer_alignment import align_layers
 from surgery.pretraining.lessons import batches_of_all_kinds
+from surgery.pretraining.recipe import PretrainRecipe, read_pretrain_recipe
 from surgery.records.plan import Plan
-from surgery.records.pretrain_recipe import PretrainRecipe, read_pretrain_recipe
 from surgery.records.recipe import Recipe
 from surgery.records.sections.section import FACTOR, Steps
 from surgery.records.site import Site

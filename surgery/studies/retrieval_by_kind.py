@@ -5,7 +5,7 @@ Any part may be needed for something else: without the SSMs of a hybrid it write
 too, at its beginning and behind it. What costs text more than `needed` is what every token needs, and no place of retrieval; a
 single head that costs the beginning so much is a state sink (arXiv 2606.00930), and no gatherer.
 
-Whether grafts can help at all is measured as well, before any is tuned: with a perfect choice (locating/oracles.py) at the SSM
+Whether grafts can help at all is measured as well, before any is tuned: with a perfect choice (more/oracles.py) at the SSM
 heads that it helps most, which are chosen on other questions.
 """
 
@@ -21,10 +21,10 @@ from torch import nn
 
 from surgery.errors import UserError
 from surgery.evaluation.results import value
-from surgery.locating.oracles import Oracles
 from surgery.locating.substitution import ablate_heads
 from surgery.locating.walk import fully_gated
 from surgery.models.anatomy import Anatomy, Kind
+from surgery.more.oracles import Oracles
 from surgery.probes.perplexity import TextWindows, token_losses
 from surgery.records.recipe import Recipe
 from surgery.records.site import Site

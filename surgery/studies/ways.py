@@ -22,7 +22,6 @@ from pydantic import Field
 
 from surgery.choosing import check_way, names
 from surgery.choosing.bounded import Measuring, PlanMeasurement
-from surgery.choosing.passes import PassCounter, Passes
 from surgery.errors import UserError
 from surgery.evaluation.cells import Kept, kept
 from surgery.evaluation.results import value
@@ -46,6 +45,7 @@ from surgery.runtime.ownership import remove
 from surgery.runtime.processes import on_main
 from surgery.runtime.progress import say
 from surgery.statistics import Estimate, Proportion, difference, mean, over_documents, proportion
+from surgery.studies.passes import PassCounter, Passes
 from surgery.studies.study import Findings, Measurements, Row, Study, Subjects
 from surgery.tuning.batches import held_out_windows
 

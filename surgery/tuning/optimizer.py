@@ -30,17 +30,6 @@ def cosine_schedule(optimizer: Optimizer, warmup: int, steps: int, decay: float 
     return falling_schedule(optimizer, warmup, lambda: (steps - round(decay * steps), steps))
 
 
-def steady_schedule(optimizer: Optimizer, warmup: int, steps: int, decay_from: float) -> LambdaLR:
-    """The learning rate as a share of its maximum: it rises over `warmup` steps, stays, and falls linearly to a twentieth from
-    the share `decay_from` of the steps on. Until then it does not depend on their number."""
-
-    def share(step: int) -> float:
-        left = (steps - step) / (steps * (1 - decay_from))
-        return min(1.0, (step + 1) / warmup) * min(1.0, max(0.05, left))
-
-    return LambdaLR(optimizer, share)
-
-
 def falling_schedule(optimizer: Optimizer, warmup: int, span: Callable[[], tuple[int, int] | None]) -> LambdaLR:
     """As cosine_schedule. span: the step from which the learning rate falls, and that at which it would be 0; None while it is
     not to fall yet."""

@@ -1,5 +1,4 @@
-"""Training sequences: dictionaries with many questions, questions of probes, text of the world, numbers told in text, lettered
-questions.
+"""Training sequences: dictionaries with many questions, and questions of probes.
 
 A sequence is a list of pieces, each with a flag that says whether its tokens are targets. A piece is tokenised as the
 continuation of those before it (models/tokens.py). The probes do the same, so a value has the same tokens in training and in
@@ -16,13 +15,9 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from surgery.models.tokens import divided, encode_continuations, encode_prompts, summary, token_spans
-from surgery.probes import needle
 from surgery.probes.kv import OPENING, ask, dictionary
-from surgery.probes.letters import lettered
 from surgery.probes.question import CompletionProbe, Probe, Question
-from surgery.world.facts import facts
-from surgery.world.text import document
-from surgery.world.words import KEYS, Keys
+from surgery.world.words import Keys
 
 
 class EvidenceSpan(NamedTuple):
@@ -66,36 +61,6 @@ def question_pieces(question: Question) -> list[Piece]:
     known = question.evidence is not None and question.spans
     evidence = EvidenceSpan(*question.spans[question.evidence]) if known else True  # type: ignore[index]
     return [(question.prompt, False), (question.choices[question.answer], evidence)]
-
-
-def letter_pieces(rng: random.Random, questions: int) -> list[Piece]:
-    """Lettered questions with prompts of the training split. The targets are the letters."""
-    pieces: list[Piece] = []
-    for i, fact in enumerate(rng.choices(facts(), k=questions)):
-        question = lettered(rng, fact.question, fact.value, fact.choices, held_out=False)
-        pieces += [("\n" * (i > 0) + question.prompt, False), (question.choices[question.answer], True)]
-    return pieces
-
-
-def needle_pieces(rng: random.Random, end: str, sentences: int, needles: int, queries: int) -> list[Piece]:
-    """A training document of `sentences` sentences, among which `needles` numbers are told, and at most `queries` questions for
-    them, in the words of the probe. The targets are the numbers that are asked for."""
-    words, numbers = rng.sample(KEYS, needles), rng.sample(needle.NUMBERS, needles)
-    told = [f"{needle.ask(word)} {number}." for word, number in zip(words, numbers, strict=True)]
-    parts = [*(document(rng, held_out=False, sentences=1) for _ in range(sentences)), *told]
-    rng.shuffle(parts)
-    head = end + " ".join(parts)
-    pieces: list[Piece] = []
-    for i, place in enumerate(rng.sample(range(needles), min(queries, needles))):
-        begin = head.index(told[place])
-        answer = (f" {numbers[place]}", EvidenceSpan(begin, begin + len(told[place])))
-        pieces += [((".\n" if i else f"{head}\n") + needle.ask(words[place]), False), answer]
-    return pieces
-
-
-def text_pieces(rng: random.Random, end: str, sentences: int) -> list[Piece]:
-    """A training document, all of it a target."""
-    return [(end + document(rng, held_out=False, sentences=sentences), True)]
 
 
 def collate(tokenizer: PreTrainedTokenizerBase, sequences: Sequence[list[Piece]]) -> tuple[Tensor, Tensor]:

@@ -41,13 +41,13 @@ def prepare(work: Path) -> Path:
     import transformers
 
     import surgery.cli.app
+    import surgery.commands.comparison
+    import surgery.commands.publish
+    import surgery.commands.tune_hybrid
     import surgery.exporting.export
-    import surgery.exporting.publish
-    import surgery.jobs.comparison
     import surgery.jobs.costs.estimate
     import surgery.jobs.report_folder
     import surgery.jobs.run
-    import surgery.jobs.tune_hybrid
     import surgery.pretraining.pretrain
     import surgery.studies.conduct
     import surgery.studies.prune_model

@@ -49,7 +49,12 @@ SLOW = LARGE | {f"docs/howto/{page}.md" for page in ("bench", "export", "table",
 
 # Of what is measured whatever a page says: questions of a look, tokens that RULER has written, and the seconds of a forward and
 # of a step, and the examples, by which an estimate goes.
-FEWER = {"jobs.look.MOST": 12, "models.pace.SECONDS": 0.01, "tuning.rehearsal.SECONDS": 0.01, "jobs.costs.counts.COUNTED": 64}
+FEWER = {
+    "commands.look.MOST": 12,
+    "models.pace.SECONDS": 0.01,
+    "tuning.rehearsal.SECONDS": 0.01,
+    "jobs.costs.counts.COUNTED": 64,
+}
 WRITTEN = 4
 
 
@@ -98,7 +103,7 @@ def workplace(tmp_path) -> Path:
 def installed(tmp_path, monkeypatch):
     """Files of surgery/ that a page shows are found like the package's own, for as long as the page runs."""
     before = set(sys.modules)
-    for package in ("probes", "families", "hybrids", "exporting.formats"):
+    for package in ("more.probes", "families", "hybrids", "exporting.formats"):
         module = importlib.import_module(f"surgery.{package}")
         monkeypatch.setattr(module, "__path__", [*module.__path__, str(tmp_path / "surgery" / package.replace(".", "/"))])
     yield

@@ -5,8 +5,8 @@ import shutil
 
 import pytest
 
+from surgery.commands.gate import requirement
 from surgery.errors import UserError
-from surgery.evaluation.gate import requirement
 from surgery.evaluation.report import Report
 from surgery.world.tokenizer import build_tokenizer
 from tests.conftest import ROOT, VOCABULARY, random_base

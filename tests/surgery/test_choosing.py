@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from surgery.choosing.choice import choose, most
 from surgery.choosing.task import ChoiceTask
 from surgery.errors import UserError
 from surgery.locating.locate import locate
-from surgery.locating.oracles import Oracles
+from surgery.more.oracles import Oracles
+from surgery.more.ways.choice import choose, most
 from surgery.records.plan import Plan
 from surgery.records.recipe import Auto, Data, PlanOptions
 from tests.conftest import TINY

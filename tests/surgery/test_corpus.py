@@ -21,8 +21,8 @@ from surgery.exporting.export import export
 from surgery.pretraining import corpus_training, pretrain, training
 from surgery.pretraining.chunked_entropy import mean_cross_entropy
 from surgery.pretraining.corpus import RECORD, Windows, files, prepared, spread
+from surgery.pretraining.recipe import KEYS, CorpusOptions, PretrainRecipe, parsed_pretrain_recipe, read_pretrain_recipe
 from surgery.records.plan import Plan
-from surgery.records.pretrain_recipe import KEYS, CorpusOptions, PretrainRecipe, parsed_pretrain_recipe, read_pretrain_recipe
 from surgery.records.recipe import Rename
 from surgery.records.sections.gone import gone_of
 from surgery.runtime.deferring import deferred

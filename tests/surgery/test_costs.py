@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 
 import surgery
 from surgery.cli import app as cli
+from surgery.commands import comparison
 from surgery.errors import UserError
 from surgery.evaluation.bench import measure
-from surgery.jobs import comparison
 from surgery.jobs import run as job
 from surgery.jobs.costs import announced, counts, estimate
 from surgery.jobs.costs.counts import benching

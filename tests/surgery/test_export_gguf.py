@@ -9,9 +9,9 @@ import pytest
 from transformers import FalconMambaConfig, LlamaConfig, Mamba2Config, MambaConfig
 
 from surgery import UserError, export, load, splice
+from surgery.commands.publish import publish
 from surgery.exporting.engines import check_engines, engine_of, read_pythons
 from surgery.exporting.folder import Exported
-from surgery.exporting.publish import publish
 from surgery.records.plan import Plan
 from surgery.serving import llama_cpp, proving
 from surgery.serving.ask_llama_cpp import paired

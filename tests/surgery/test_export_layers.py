@@ -18,13 +18,13 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import MambaConfig, MambaForCausalLM
 
 import surgery
+from surgery.commands.tune_hybrid import tune_hybrid
 from surgery.errors import UserError
 from surgery.exporting import export as exporting
 from surgery.exporting import folder, fresh_process, verify
 from surgery.exporting.export import export
 from surgery.exporting.formats import format_of, hf
 from surgery.exporting.verify import Proof, chosen, difference, in_float32, whole_size
-from surgery.jobs.tune_hybrid import tune_hybrid
 from surgery.loading.digests import fingerprint, identify, model_digest
 from surgery.loading.streamed import Live, by_layers
 from surgery.models.answers import LENGTHS, READ, LockstepRunner, answers, tensor_digest, tensors

@@ -43,7 +43,7 @@ def shown(verb: str) -> list[list[str]]:
 
 @pytest.fixture(autouse=True)
 def a_short_look(monkeypatch):
-    monkeypatch.setattr("surgery.jobs.look.MOST", 12)
+    monkeypatch.setattr("surgery.commands.look.MOST", 12)
 
 
 def executed(surgery, verbs):

@@ -9,6 +9,7 @@ from transformers import MambaConfig, MambaForCausalLM
 from surgery.errors import UserError
 from surgery.hybrids.layer_graft import LayerGraft
 from surgery.hybrids.mixer import Graft
+from surgery.pretraining.lessons import letter_pieces, needle_pieces
 from surgery.probes import make, needle
 from surgery.probes.hits import NONE
 from surgery.records.plan import Plan
@@ -23,8 +24,6 @@ from surgery.tuning.sequences import (
     collate,
     collate_with_evidence,
     kv_pieces,
-    letter_pieces,
-    needle_pieces,
     probe_pieces,
 )
 from surgery.tuning.trainable import trainable, training, with_own_mixers

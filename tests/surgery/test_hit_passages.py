@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from surgery.choosing.bounded import Measuring
-from surgery.choosing.choice import choose
 from surgery.choosing.task import ChoiceTask
 from surgery.errors import UserError
 from surgery.loading.opened import Checkpoint
@@ -21,6 +20,7 @@ from surgery.locating.planning import plan
 from surgery.locating.questions import QuestionSet, question_set
 from surgery.locating.subject import Subject
 from surgery.locating.substitution import ablate_heads
+from surgery.more.ways.choice import choose
 from surgery.probes import make
 from surgery.probes.encoded import EncodedPassages
 from surgery.probes.hits import NONE, PairCounts, seen_before

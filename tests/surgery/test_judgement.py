@@ -2,7 +2,7 @@
 
 import pytest
 
-from surgery.evaluation.gate import requirement
+from surgery.commands.gate import requirement
 from surgery.evaluation.html import render as page
 from surgery.evaluation.judgement import did_it_help, heading, judge, lost
 from surgery.evaluation.markdown import render

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import surgery as package
+from surgery.commands.compared import open_compared
 from surgery.errors import UserError
 from surgery.exporting.source import base_of
 from surgery.jobs import opening
-from surgery.jobs.opening import open_compared
 from surgery.loading.digests import fingerprint
 from surgery.loading.origin import Origin
 from surgery.locating.planning import plan as plan_of_ranking

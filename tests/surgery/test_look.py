@@ -5,8 +5,8 @@ import json
 import pytest
 
 import surgery as package
-from surgery.jobs import look as looking
-from surgery.jobs.look import CONTEXTS, ModelLook, look
+from surgery.commands import look as looking
+from surgery.commands.look import CONTEXTS, ModelLook, look
 from surgery.models.cache import cache_bytes, prefilled
 from surgery.world.tokenizer import build_tokenizer, is_of_the_world
 from tests.conftest import TINY, VOCABULARY, random_base

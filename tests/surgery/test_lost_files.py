@@ -5,14 +5,14 @@ import shutil
 import pytest
 
 import surgery
+from surgery.commands.tune_hybrid import tune_hybrid
 from surgery.errors import UserError
 from surgery.jobs.output_folder import check_folder
-from surgery.jobs.tune_hybrid import tune_hybrid
 from surgery.locating.atlas import grid
 from surgery.locating.ranking import Ranking
 from surgery.pretraining.pretrain import check_place, pretrain
+from surgery.pretraining.recipe import read_pretrain_recipe
 from surgery.records.plan import Plan
-from surgery.records.pretrain_recipe import read_pretrain_recipe
 from surgery.records.recipe import Recipe
 from surgery.runtime.ownership import building, check_free
 

@@ -6,10 +6,10 @@ import torch
 from transformers import MambaConfig, MambaForCausalLM
 
 from surgery.locating.attribution_memory import intercept_ssm_output
-from surgery.locating.oracles import PLACES, OracleHead, Oracles, plan_at
 from surgery.locating.subject import Subject
 from surgery.locating.walk import fully_gated
 from surgery.models.tokens import token_spans
+from surgery.more.oracles import PLACES, OracleHead, Oracles, plan_at
 from surgery.probes import make
 from surgery.probes.encoded import encode, padded
 from surgery.probes.scoring import answer
@@ -78,7 +78,7 @@ def test_carriers_are_where_the_built_in_model_retrieves(tiny):
 
 def test_carriers_are_added_while_they_save_loss(tiny, monkeypatch):
     """One after the other, the best first, and a plan has their signs."""
-    monkeypatch.setattr("surgery.locating.oracles.TRIED", 2)
+    monkeypatch.setattr("surgery.more.oracles.TRIED", 2)
     subject = fully_gated(Subject.of(tiny))
     oracles = Oracles(subject, make("kv", pairs=16, keys="lessons").questions(8, 1))
     found = oracles.carriers(3, candidates=3, worth=0.0)

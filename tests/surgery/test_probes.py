@@ -9,6 +9,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from surgery.errors import UserError
+from surgery.pretraining.lessons import letter_pieces
 from surgery.probes import scoring
 from surgery.probes.encoded import encode
 from surgery.probes.knowledge import Knowledge, Letters
@@ -16,7 +17,6 @@ from surgery.probes.kv import KVRetrieval
 from surgery.probes.perplexity import TextWindows
 from surgery.probes.question import Question
 from surgery.probes.scoring import answer
-from surgery.tuning.sequences import letter_pieces
 from surgery.world.facts import facts
 from surgery.world.text import document
 from surgery.world.tokenizer import build_tokenizer

@@ -12,9 +12,9 @@ import pytest
 from huggingface_hub import CommitOperationDelete
 from huggingface_hub.hf_api import RepoFile
 
+from surgery.commands import publish
 from surgery.errors import UserError
 from surgery.evaluation.report import Report
-from surgery.exporting import publish
 from surgery.exporting.export import export
 from surgery.exporting.folder import CARD, RECORD, Exported, check, digests
 from surgery.loading.digests import conditions, model_digest

@@ -6,8 +6,8 @@ from itertools import pairwise
 import pytest
 
 from surgery.errors import UserError
+from surgery.more.probes.recall import GAP
 from surgery.probes import make
-from surgery.probes.recall import GAP
 
 
 def prose(seed: int, count: int, vocabulary: int = 300) -> list[str]:

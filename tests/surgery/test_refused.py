@@ -5,13 +5,13 @@ import shutil
 import pytest
 import torch
 
+from surgery.commands.comparison import compare
+from surgery.commands.tune_hybrid import tune_hybrid
 from surgery.errors import UserError
 from surgery.exporting.export import export
-from surgery.jobs.comparison import compare
 from surgery.jobs.locating_stage import locate_model
 from surgery.jobs.output_folder import begin, withdrawn_if_refused
 from surgery.jobs.run import run
-from surgery.jobs.tune_hybrid import tune_hybrid
 from surgery.records.plan import Plan
 from surgery.records.recipe import Recipe
 from surgery.records.record import write_text

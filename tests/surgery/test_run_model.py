@@ -7,10 +7,10 @@ import pytest
 import yaml
 
 from surgery.choosing.gain import NoGain
+from surgery.commands import run_model
+from surgery.commands.look import ModelLook, look
+from surgery.commands.run_model import chosen_for, run_chosen
 from surgery.evaluation.report import Report
-from surgery.jobs import run_model
-from surgery.jobs.look import ModelLook, look
-from surgery.jobs.run_model import chosen_for, run_chosen
 from surgery.loading.hub import is_model
 from surgery.records.recipe import read_recipe
 from surgery.world.tokenizer import build_tokenizer
@@ -29,7 +29,7 @@ def seen():
     import surgery as package
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("surgery.jobs.look.MOST", 40)
+        patch.setattr("surgery.commands.look.MOST", 40)
         return look(package.load(str(TINY)))
 
 
@@ -81,7 +81,7 @@ def test_the_built_in_world_is_no_default_for_another_model(surgery, seen, tmp_p
 
 def test_a_model_that_does_not_retrieve_is_declined(surgery, tmp_path, monkeypatch):
     monkeypatch.setattr(run_model, "look", look)
-    monkeypatch.setattr("surgery.jobs.look.MOST", 32)
+    monkeypatch.setattr("surgery.commands.look.MOST", 32)
     random_base(vocab_size=VOCABULARY).save_pretrained(tmp_path / "base")
     build_tokenizer().save_pretrained(tmp_path / "base")
     before = names(tmp_path)

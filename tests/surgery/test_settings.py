@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from surgery.choosing import names as ways
+from surgery.cli.sections import rows, sections
 from surgery.cli.settings import KINDS
 from surgery.cli.used_settings import USED
 from surgery.errors import UserError
@@ -16,11 +17,10 @@ from surgery.evaluation import TASKS
 from surgery.exporting.formats import names as formats
 from surgery.jobs.preparing import check_run
 from surgery.kernels.dispatch import OPERATIONS
+from surgery.pretraining.recipe import read_pretrain_recipe
 from surgery.probes import probes
-from surgery.records.pretrain_recipe import read_pretrain_recipe
 from surgery.records.recipe import Recipe, Suite, Text, read_recipe
 from surgery.records.sections.gone import GONE
-from surgery.records.settings import rows, sections
 from surgery.records.site import Site
 from surgery.splicing.load import load
 from surgery.studies import studies

@@ -8,10 +8,12 @@ import pytest
 import torch
 
 import surgery as package
+from surgery.commands import compared as comparing
+from surgery.commands import comparison
+from surgery.commands.comparison import compare
 from surgery.evaluation.bench import measure
 from surgery.evaluation.entries import Unheld
-from surgery.jobs import comparison, entries, opening, run
-from surgery.jobs.comparison import compare
+from surgery.jobs import entries, opening, run
 from surgery.jobs.opening import open_checkpoint
 from surgery.loading.digests import model_digest
 from surgery.loading.sharing import own_bytes, same_bits
@@ -193,9 +195,12 @@ def test_what_does_not_fit_is_opened_for_its_turn(folder, tmp_path, monkeypatch,
     assert all(isinstance(entry.source, torch.nn.Module) for entry in measured[0][0].values())
     assert "opened again" not in capsys.readouterr().err
     heads = package.load(folder / "heads-patch").model
-    monkeypatch.setattr(opening, "available", lambda _: 2 * grafts(heads) / opening.HELD)
+    monkeypatch.setattr(comparing, "available", lambda _: 2 * grafts(heads) / comparing.HELD)
     there = []
-    monkeypatch.setattr(opening, "open_checkpoint", lambda *a, **k: there.append(k.get("beside")) or open_checkpoint(*a, **k))
+    for module in (opening, comparing):
+        monkeypatch.setattr(
+            module, "open_checkpoint", lambda *a, **k: there.append(k.get("beside")) or open_checkpoint(*a, **k)
+        )
     in_turn = compared(folder, tmp_path / "turns", *names)
     assert "timed by themselves: other" in " ".join(capsys.readouterr().err.split())
     assert [name for name, entry in measured[1][0].items() if isinstance(entry.source, Unheld)] == ["other"]

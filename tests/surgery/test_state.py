@@ -6,11 +6,11 @@ import pytest
 import torch
 from transformers import BambaConfig, BambaForCausalLM, FalconMambaConfig, FalconMambaForCausalLM, MambaConfig, MambaForCausalLM
 
+from surgery.commands.hybrid_folder import holds_base
 from surgery.errors import UserError
 from surgery.evaluation import markdown
 from surgery.exporting.export import export
 from surgery.exporting.formats.patch import write
-from surgery.exporting.source import holds_base
 from surgery.jobs.costs.counts import planning
 from surgery.jobs.costs.models import uniform_ranking
 from surgery.jobs.entries import entries_of

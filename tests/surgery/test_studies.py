@@ -6,7 +6,7 @@ from surgery.errors import UserError
 from surgery.evaluation import suites
 from surgery.evaluation.report import Report
 from surgery.locating.ranking import Ranking
-from surgery.records.pretrain_recipe import read_pretrain_recipe
+from surgery.pretraining.recipe import read_pretrain_recipe
 from surgery.records.recipe import read_recipe
 from surgery.records.site import split_sites
 from surgery.runtime.ownership import writing

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
+from surgery.commands import table as tables
 from surgery.errors import UserError
-from surgery.evaluation import table as tables
 from surgery.evaluation.report import Report
 from surgery.evaluation.results import Cost, ModelReport, Perplexity
 from surgery.loading.digests import Conditions

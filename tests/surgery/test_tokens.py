@@ -13,6 +13,7 @@ from surgery.errors import UserError
 from surgery.evaluation import suites
 from surgery.exporting.export import export
 from surgery.models import tokens
+from surgery.pretraining.lessons import letter_pieces
 from surgery.probes import make
 from surgery.probes.encoded import encode
 from surgery.probes.perplexity import TextWindows
@@ -21,7 +22,7 @@ from surgery.probes.scoring import complete
 from surgery.records.plan import Plan
 from surgery.records.recipe import Bench, Data
 from surgery.splicing.splice import splice
-from surgery.tuning.sequences import IGNORE, collate, kv_pieces, letter_pieces, probe_pieces
+from surgery.tuning.sequences import IGNORE, collate, kv_pieces, probe_pieces
 from surgery.tuning.text_sources import Reading, World
 from surgery.world.text import document
 from surgery.world.tokenizer import build_tokenizer

@@ -8,17 +8,17 @@ import surgery
 from surgery import choosing
 from surgery.choosing import check_way, names, way_of
 from surgery.choosing.bounded import Measuring, PlanMeasurement
-from surgery.choosing.halving import FEWEST
-from surgery.choosing.passes import PassCounter
 from surgery.choosing.task import ChoiceTask
 from surgery.errors import UserError
 from surgery.locating.locate import locate
 from surgery.locating.subject import Subject
+from surgery.more.ways.halving import FEWEST
 from surgery.records.plan import Plan
 from surgery.records.recipe import Auto, Data, PlanOptions
 from surgery.statistics import Estimate
 from surgery.studies import Findings
 from surgery.studies import ways as ways_study
+from surgery.studies.passes import PassCounter
 from surgery.studies.study import Row
 from tests.conftest import ROOT, TINY
 

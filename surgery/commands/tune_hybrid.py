@@ -3,11 +3,12 @@
 from functools import partial
 from pathlib import Path
 
+from surgery.commands.hybrid_folder import holds_base, present
 from surgery.errors import UserError
 from surgery.exporting.export import check_space, export
 from surgery.exporting.folder import RECORD as EXPORT
 from surgery.exporting.folder import Exported
-from surgery.exporting.source import base_of, holds_base, is_patch, present
+from surgery.exporting.source import base_of, is_patch
 from surgery.exporting.verifications import check_way
 from surgery.jobs.opening import as_ranked, open_checkpoint
 from surgery.jobs.output_folder import begin, check_folder, is_empty, withdrawn_if_refused

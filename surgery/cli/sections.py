@@ -9,7 +9,7 @@ import yaml
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from surgery.records.pretrain_recipe import PretrainRecipe
+from surgery.pretraining.recipe import PretrainRecipe
 from surgery.records.recipe import Recipe
 from surgery.records.record import Record
 from surgery.records.sections.listing import walk

@@ -1,4 +1,4 @@
-"""The heads that would bring answers back if they chose the right summary (locating/oracles.py).
+"""The heads that would bring answers back if they chose the right summary (more/oracles.py).
 
 A ranking tells what a graft gains before it is trained. A head whose scores do not choose yet gains nothing then, though it may
 carry the answer as soon as it is told where to look, as hints do. So here heads are found by what a perfect choice would save,
@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from surgery.choosing.task import ChoiceTask, Most, counts, most_chosen
 from surgery.errors import UserError
 from surgery.locating.ledger import Ledger
-from surgery.locating.oracles import TRIED, OracleHead, Oracles, plan_at
 from surgery.locating.planning import plan
 from surgery.locating.ranking import Ranking
 from surgery.locating.walk import fully_gated
+from surgery.more.oracles import TRIED, OracleHead, Oracles, plan_at
 from surgery.records.plan import Plan
 from surgery.records.recipe import PlanOptions
 from surgery.runtime.progress import say

@@ -7,6 +7,7 @@ is the number, among those of the book, whose tokens have the largest summed log
 
 import random
 from dataclasses import dataclass
+from typing import ClassVar
 
 from surgery.errors import UserError
 from surgery.probes.question import Question, with_spans
@@ -30,6 +31,9 @@ class PhoneBook:
     """Phone book: names with numbers, then one of the names, whose number is asked for.
 
     entries: of a book, at least 3."""
+
+    # The numbers are so many and so long that scoring each of them would take a hundred times as long.
+    written: ClassVar[bool] = True
 
     entries: int
 
