@@ -47,7 +47,7 @@ from tools.copy_cache import ROOT, base_losses, chosen_shares, mixed
 from tools.recall import ALL, APART, BASE, CACHED, NOVELS, RARE, kinds, seen_apart
 
 RECORD = ROOT / "recipes" / "recall-places.json"
-DRAWS = 5  # of random heads
+DRAWS = 3  # of random heads
 LOCATED, SAME_LAYER, ELSEWHERE = "located heads", "other heads of their layers", "heads of other layers"
 WITHOUT, GRAFTS, TUNED = "without ", "grafts at ", ", tuned"
 NO_GRAFT, ADAPTERS = "no graft" + TUNED, "adapters alone" + TUNED
