@@ -8,7 +8,6 @@ Nothing bounds the plans, so that all have as many heads: what is compared is th
 """
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -63,6 +62,7 @@ COLORS = (
     "#E15759",
 )  # fmt: skip
 SPACE, FEW = 0.055, 5  # between labels, as a part of the axis; bases that are named
+TOUCHING = 0.25  # powers of ten between labels that touch
 SEED = 20_011  # of the windows of text, added to the recipe's: choosing has others
 OWN = ("model", "heads", "ways", "texts")  # the keys of a base that are no section of a recipe
 
@@ -446,19 +446,19 @@ def _what(rows: Sequence[Row]) -> str:
 
 
 def by_number(rows: Sequence[Row]) -> tuple[list[str], list[int], dict[str, list[float]]]:
-    """(bases, numbers of heads, way -> mean gain for each number), over the bases that were measured with the same numbers of
-    heads as most others."""
+    """(bases, numbers of heads, way -> mean gain for each number), over the bases that were measured with several numbers of
+    heads, and for those numbers that all of them share."""
     numbers: dict[str, set[int]] = {}
     for base, way, count in map(_way, rows):
         numbers.setdefault(base, set()).update({count} if way != BASE else ())
-    counts, _ = Counter(tuple(sorted(each)) for each in numbers.values()).most_common(1)[0]
-    bases = [base for base, each in numbers.items() if tuple(sorted(each)) == counts]
+    bases = [base for base, each in numbers.items() if len(each) > 1]
+    counts = sorted(set.intersection(*(numbers[base] for base in bases))) if bases else []
     means = {}
     for way in _ways(rows):
         of = {(_way(row)[0], _way(row)[2]): gain(row.figures) for row in _of(rows, way)}
         if all((base, count) in of for base in bases for count in counts):
             means[way] = [float(np.mean([of[base, count] for base in bases])) for count in counts]
-    return bases, [*counts], means
+    return bases, counts, means
 
 
 def draw_ways(findings: Findings, path: Path) -> None:
@@ -476,7 +476,11 @@ def draw_ways(findings: Findings, path: Path) -> None:
         axis = axes[0, 0]
         for way, color in colors.items():
             axis.plot(passes[way], gains[way], "o", ms=7, color=color, mfc="white" if way in DRAWN else color)
-            axis.annotate(way, (passes[way], gains[way]), (0, 7), textcoords="offset points", ha="center", color=color)
+            labelled = [
+                other for other in ways[: ways.index(way)] if _near((passes[way], gains[way]), (passes[other], gains[other]))
+            ]
+            offset = (0, -15 if labelled else 7)
+            axis.annotate(way, (passes[way], gains[way]), offset, textcoords="offset points", ha="center", color=color)
         powers = range(math.floor(math.log10(min(passes.values()))), math.ceil(math.log10(max(passes.values()))) + 1)
         axis.set(xscale="log", xlabel="passes of one sequence, ranking included (log scale, lower is better)")
         axis.set(ylabel=f"{label}\n(higher is better)", ylim=(min(0.0, *gains.values()) - 0.03, None))
@@ -496,6 +500,11 @@ def draw_ways(findings: Findings, path: Path) -> None:
             lines.set_ylim(top=max(ends) * 1.05)
         title = _result(gains, passes, "saves {:.2f} nats" if prose else "gains {:.2f} in accuracy")
         figure.suptitle(title, fontsize=11, fontweight="bold", ha="left", x=0.01)
+
+
+def _near(one: tuple[float, float], other: tuple[float, float]) -> bool:
+    """Whether the labels of two points (passes, gain) would touch."""
+    return abs(math.log10(one[0] / other[0])) < TOUCHING and abs(one[1] - other[1]) < TOUCHING / 10
 
 
 def spread(values: Sequence[float], least: float) -> list[float]:
