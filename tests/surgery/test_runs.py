@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
+from surgery.cli import tables
 from surgery.errors import UserError
 from surgery.jobs import run, tuning_stage
 from surgery.jobs.stages import first_change
@@ -17,7 +18,7 @@ from surgery.locating.locate import locate
 from surgery.models.pace import Pace
 from surgery.records.plan import Plan
 from surgery.records.recipe import Locate, Recipe, changed
-from surgery.runtime import progress, tables
+from surgery.runtime import progress
 from surgery.runtime.ownership import building, writing
 from surgery.statistics import Proportion
 
