@@ -31,7 +31,7 @@ from surgery.studies.cohort import KNOWLEDGE, OF, SAME_LAYER, TEXT, headline
 from surgery.studies.cohort import LETTERS as LETTERED
 from surgery.studies.state_size import summarise
 from surgery.studies.windows import summarise as windows_told
-from tools import books_page, campaign_page, claims_page, costs_page, mixers_page, reference_parts, ways_page
+from tools import books_page, campaign_page, claims_page, costs_page, mixers_page, reference_parts, unseen_words, ways_page
 from tools.bench_kernels import Benchmark, cell_rows
 from tools.ruler_check import RulerCheck
 
@@ -507,7 +507,9 @@ PAGES: dict[Path, dict[str, Callable[[], str]]] = {
     },
     EVIDENCE / "letters.md": {"letters": letters, "skills": skills, "target": target},
     EVIDENCE / "mixers.md": {"mixers table": mixers_page.table, "mamba-1 table": mamba1, "seeds": seeds},
-    EVIDENCE / "cohort.md": {"cohort": cohort, "unbounded": cohort_unbounded, "seed-2": partial(cohort, SEED2)},
+    EVIDENCE / "cohort.md": {
+        "cohort": cohort, "unbounded": cohort_unbounded, "seed-2": partial(cohort, SEED2), "unseen-words": unseen_words.page,
+    },
     EVIDENCE / "lengths.md": {"lengths": lengths},
     EVIDENCE / "transformer.md": {"retrieval-aware": retrieval_aware},
     EVIDENCE / "state.md": {"state-size": state_size},

@@ -289,7 +289,7 @@ def _verdict(why_not: str, retrieval: dict[str, Measured], text: TextLoss | None
     if not beyond_chance or (len(beyond_chance) == 1 and first.accuracy.accuracy < SURE):
         return False, (
             f"not worth editing, because it does not retrieve: with dictionaries of {smallest} entries it answers {first}. "
-            f"So no heads can be located.{on_text}"
+            f"So no heads can be located by dictionaries. Names in running text may tell more (locate.probe=hits).{on_text}"
         )
     shrinks = f" Windows for some of its {groups} groups of attention heads may shrink the cache (plan.kind=window)."
     if (last := retrieval[largest]).accuracy.accuracy >= CEILING:
