@@ -19,7 +19,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import numpy as np
 from pydantic import Field
 
-from surgery.choosing import check_way, names
+from surgery.choosing import DEFAULT, check_way, names
 from surgery.choosing.bounded import Measuring, PlanMeasurement
 from surgery.errors import UserError
 from surgery.evaluation.cells import Kept, kept
@@ -48,7 +48,7 @@ from surgery.studies.passes import PassCounter, Passes
 from surgery.studies.study import Findings, Measurements, Row, Study, Subjects
 from surgery.tuning.batches import held_out_windows
 
-BASE, DEFAULT, CHOICE = "base", "gain", "choice"
+BASE, CHOICE = "base", "choice"
 UNSEEN, LOSS, SEEN, TEXT = "unseen keys", "loss on unseen keys", "keys of the lessons", "loss on text"
 HITS, SAVED = "loss on recall hits", "nats saved on recall hits"
 CHANGE, AGAINST = ", change", f", against {DEFAULT}"
