@@ -38,7 +38,7 @@ from tools.foreign_words import WORDS
 
 ROOT = Path(__file__).parent.parent
 RECORD = ROOT / "recipes" / "unseen-words.json"
-BASES = ("four-layers", "two-layers", "wide", "narrow")  # Mamba-2, that answer a sixth of 64 pairs or more
+BASES = ("four-layers", "two-layers", "wide", "narrow", "state-32")  # Mamba-2, that answer a sixth of 64 pairs or more
 PAIRS, QUESTIONS, SEED = 64, 150, 60
 STEPS, LONG = 150, 600
 HEADS, BLEND = 4, 0.25
