@@ -32,7 +32,7 @@ from surgery.runtime.progress import say
 from surgery.splicing.splice import splice
 from surgery.statistics import Proportion, share_right
 from surgery.tuning import batches
-from surgery.tuning.sequences import EvidenceSpan, Piece
+from surgery.tuning.sequences import Piece, entry_pieces
 from surgery.world.words import KEYS, Keys, key_words
 from tools.foreign_words import WORDS
 
@@ -162,7 +162,12 @@ def examples(kind: str, tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
 def words_of(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """The words of the vocabulary, each one token at the beginning of a line, but for those that bench asks for."""
     unseen = {*KEYS[1::2]}
-    return sorted(word for word in tokenizer.get_vocab() if word.isalpha() and len(word) > 2 and word.lower() not in unseen)
+    # ASCII alone: the marks of a byte-level vocabulary are letters, too.
+    return sorted(
+        word
+        for word in tokenizer.get_vocab()
+        if word.isascii() and word.isalpha() and len(word) > 2 and word.lower() not in unseen
+    )
 
 
 def varied_pieces(words: list[str], rng: random.Random, pairs: int, queries: int) -> list[Piece]:
@@ -177,13 +182,7 @@ def varied_pieces(words: list[str], rng: random.Random, pairs: int, queries: int
     while len(keys) < pairs:
         keys[kind()] = None
     entries = dict(zip(keys, map(str, rng.sample(range(MOST_PAIRS), pairs)), strict=True))
-    prompt, spans = with_spans(OPENING, (form(key, value) for key, value in entries.items()))
-    pieces: list[Piece] = []
-    for i, key in enumerate(rng.sample([*entries], min(queries, pairs))):
-        pieces += [
-            ((prompt if i == 0 else "\n") + ask(key), False), (entries[key], EvidenceSpan(*spans[[*entries].index(key)])),
-        ]  # fmt: skip
-    return pieces
+    return entry_pieces(rng, entries, [form(key, value) for key, value in entries.items()], queries)
 
 
 def page() -> str:

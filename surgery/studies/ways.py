@@ -490,7 +490,7 @@ def draw_ways(findings: Findings, path: Path) -> None:
             lines = axes[0, 1]
             for way, values in means.items():
                 lines.plot(counts, values, "o-", ms=5, color=colors[way], mfc="white" if way in DRAWN else colors[way])
-            ends = spread([values[-1] for values in means.values()], SPACE * float(np.ptp([*means.values()]) or 1))
+            ends = _apart([values[-1] for values in means.values()], SPACE * float(np.ptp([*means.values()]) or 1))
             for way, end in zip(means, ends, strict=True):
                 lines.annotate(way, (counts[-1], end), (8, 0), textcoords="offset points", va="center", color=colors[way])
             lines.set(xscale="log", xlabel=f"heads; mean of {', '.join(bases) if len(bases) < FEW else f'{len(bases)} bases'}")
@@ -507,7 +507,7 @@ def _near(one: tuple[float, float], other: tuple[float, float]) -> bool:
     return abs(math.log10(one[0] / other[0])) < TOUCHING and abs(one[1] - other[1]) < TOUCHING / 10
 
 
-def spread(values: Sequence[float], least: float) -> list[float]:
+def _apart(values: Sequence[float], least: float) -> list[float]:
     """The values, moved apart, so that labels there have at least so much between them."""
     order = np.argsort(values)
     moved = np.array(values, dtype=float)

@@ -6,7 +6,7 @@ the probe. Where it is known what an answer is read from, the flag of the answer
 """
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from surgery.models.tokens import divided, encode_continuations, encode_prompts, summary, token_spans
 from surgery.probes.kv import OPENING, ask, dictionary
-from surgery.probes.question import CompletionProbe, Probe, Question
+from surgery.probes.question import CompletionProbe, Probe, Question, with_spans
 from surgery.world.words import Keys
 
 
@@ -32,19 +32,21 @@ IGNORE = -100
 
 
 def kv_pieces(rng: random.Random, pairs: int, queries: int, keys: Keys = "lessons") -> list[Piece]:
-    """A dictionary followed by at most `queries` questions about it. The targets are the values that are asked for.
+    """A dictionary followed by at most `queries` questions about it. The targets are the values that are asked for."""
+    entries = dictionary(rng, pairs, keys)
+    return entry_pieces(rng, entries, [f"{key}:{value}\n" for key, value in entries.items()], queries)
+
+
+def entry_pieces(rng: random.Random, entries: Mapping[str, str], lines: Sequence[str], queries: int) -> list[Piece]:
+    """As kv_pieces, of entries that are told in these lines, in order.
 
     No key is asked for twice: the second answer could be copied from the first, which is not what the probe measures.
     """
-    entries = dictionary(rng, pairs, keys)
-    lines = {key: f"{key}:{value}\n" for key, value in entries.items()}
-    begins = dict(zip(lines, accumulate(map(len, lines.values()), initial=0), strict=False))
-    head = OPENING + "".join(lines.values())
+    head, spans = with_spans(OPENING, lines)
+    evidence = dict(zip(entries, spans, strict=True))
     pieces: list[Piece] = []
-    for i, key in enumerate(rng.sample(list(entries), min(queries, pairs))):
-        begin = len(OPENING) + begins[key]
-        evidence = EvidenceSpan(begin, begin + len(lines[key]))
-        pieces += [((head if i == 0 else "\n") + ask(key), False), (entries[key], evidence)]
+    for i, key in enumerate(rng.sample(list(entries), min(queries, len(entries)))):
+        pieces += [((head if i == 0 else "\n") + ask(key), False), (entries[key], EvidenceSpan(*evidence[key]))]
     return pieces
 
 
