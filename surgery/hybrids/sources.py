@@ -9,9 +9,9 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-# In the package the files lie in these folders; a hybrid that was loaded from a flat folder can be saved again.
-FOLDERS = (".", "../kernels", "..", "../models", "../records")
-IMPORT = re.compile(r"^from surgery\.(?:\w+\.)?(\w+) import|^from \.(\w+) import", flags=re.M)
+PACKAGE = Path(__file__).parents[1]
+# In the package, imports are absolute. In a flat folder they are relative, and a hybrid loaded from it can be saved again.
+IMPORT = re.compile(r"^from (surgery)?\.((?:\w+\.)*)(\w+) import", flags=re.M)
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,6 @@ class Generated:
 def sources(model_class: type) -> dict[str, str]:
     """What to write for the module of a class and all that it imports of ours: file name -> text. The class may say what its
     module is to be instead, as `generated` (stock_hybrid.py)."""
-    here = Path(__file__).parent
     generated: Generated | None = getattr(model_class, "generated", None)
     texts = {} if generated is None else {generated.name: generated.text}
     modules = (model_class.__module__,) if generated is None else generated.imports
@@ -35,11 +34,9 @@ def sources(model_class: type) -> dict[str, str]:
         path = paths.pop()
         if path.name not in texts:
             text = path.read_text()
-            texts[path.name] = IMPORT.sub(lambda match: f"from .{match[1] or match[2]} import", text)
-            for absolute, relative in IMPORT.findall(text):
-                folders = (*(here / folder for folder in FOLDERS), path.parent)
-                places = (folder / f"{absolute or relative}.py" for folder in folders)
-                paths.append(next(place for place in places if place.exists()))
+            texts[path.name] = IMPORT.sub(r"from .\3 import", text)
+            for absolute, folder, name in IMPORT.findall(text):
+                paths.append((PACKAGE if absolute else path.parent) / folder.replace(".", "/") / f"{name}.py")
     return texts
 
 
