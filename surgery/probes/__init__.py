@@ -8,7 +8,6 @@ is a new file that defines `PROBES`, name -> dataclass. The first sentence of th
 
 import dataclasses
 import importlib
-import pkgutil
 from collections.abc import Mapping
 from functools import cache
 from typing import Any, get_type_hints
@@ -30,8 +29,7 @@ MOST = 10**6  # words, tokens or pairs of one question
 def probes() -> dict[str, type]:
     """name -> the dataclass whose fields are the probe's options."""
     known: dict[str, type] = {}
-    own = {module.name: f"{__name__}.{module.name}" for module in pkgutil.iter_modules(__path__)}
-    for _, module in sorted({**own, **listed("probes")}.items()):
+    for module in listed("probes").values():
         known |= getattr(importlib.import_module(module), "PROBES", {})
     return known
 
