@@ -1,12 +1,11 @@
-"""One file per model family, found by listing this folder. A new family is a new file that defines `FAMILY`, here or, as an
-entry point, in another package.
+"""One file per model family, found by listing this folder and those of the same name around the core (surgery/more/families).
+A new family is a new file there that defines `FAMILY`, or an entry point of another package.
 
 A family says which Hugging Face configurations it understands, where heads live, and how a graft starts from the base's own
 weights. Every function that needs to know about an architecture asks its family.
 """
 
 import importlib
-import pkgutil
 import sys
 import warnings
 from collections.abc import Sequence
@@ -22,6 +21,7 @@ from surgery.errors import UserError
 from surgery.families.inert import entry_of
 from surgery.records.plan import Plan
 from surgery.records.site import Site
+from surgery.runtime.listing import listed
 
 GROUP = "surgery.families"  # of entry points
 Hybrid = Any  # a PreTrainedModel of a family's hybrid class; what its own attributes are is beyond mypy
@@ -95,7 +95,7 @@ def refuse_unhandled(config: PreTrainedConfig, defaults: PreTrainedConfig, handl
 
 @cache
 def families() -> dict[str, Family]:
-    """model_type -> family, for bases and hybrids: those of this folder, and what other packages offer as entry points of the
+    """model_type -> family, for bases and hybrids: those of the folders, and what other packages offer as entry points of the
     group "surgery.families"."""
     known = [module.FAMILY for module in _modules() if hasattr(module, "FAMILY")]
     known += [entry.load() for entry in entry_points(group=GROUP)]
@@ -116,7 +116,7 @@ def register() -> None:
 
 
 def _modules() -> list[ModuleType]:
-    return [importlib.import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__)]
+    return [importlib.import_module(module) for module in listed("families").values()]
 
 
 def family_of(config: PreTrainedConfig) -> Family:
@@ -126,6 +126,6 @@ def family_of(config: PreTrainedConfig) -> Family:
         bases = ", ".join(sorted(family.model_type for family in set(known.values())))
         raise UserError(
             f"model type '{config.model_type}' is not supported as a base (supported: {bases}); "
-            f"it takes one file, surgery/families/{config.model_type}.py, or an entry point of the group surgery.families"
+            f"it takes one file, surgery/more/families/{config.model_type}.py, or an entry point of the group surgery.families"
         )
     return known[config.model_type]

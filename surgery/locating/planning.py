@@ -50,8 +50,7 @@ def plan(
         leading = sorted(measured, key=gain, reverse=True)[:count] if kind == "layer" else ranking.columns.sorted()[:count]
         if gain(leading[0])[0] < 2:  # ordered by ablation
             raise UserError(
-                "the ranking is of a model that cannot be spliced: it has grafts already, or its family has no file in "
-                "surgery/families/"
+                "the ranking is of a model that cannot be spliced: it has grafts already, or no family has its model type"
             )
         sites = tuple(score.site for score in leading)
     chosen: tuple[Site, ...] = split_sites(sites)

@@ -1,1 +1,2 @@
-"""Further plug-ins, one file each: ways of choosing heads (`ways/`), probes (`probes/`); and what only they need."""
+"""Further plug-ins, one file each: families (`families/`), probes (`probes/`), ways of choosing heads (`ways/`); and what only
+they need."""

@@ -103,7 +103,7 @@ def workplace(tmp_path) -> Path:
 def installed(tmp_path, monkeypatch):
     """Files of surgery/ that a page shows are found like the package's own, for as long as the page runs."""
     before = set(sys.modules)
-    for package in ("more.probes", "families", "hybrids", "exporting.formats"):
+    for package in ("more.probes", "more.families", "more.hybrids", "exporting.formats"):
         module = importlib.import_module(f"surgery.{package}")
         monkeypatch.setattr(module, "__path__", [*module.__path__, str(tmp_path / "surgery" / package.replace(".", "/"))])
     yield

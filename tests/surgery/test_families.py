@@ -16,7 +16,7 @@ from tests.surgery.outside import OutsideConfig, OutsideForCausalLM
 
 
 def test_an_unknown_type_is_told_which_file_to_write():
-    with pytest.raises(UserError, match=r"'llama' is not supported as a base .*surgery/families/llama\.py"):
+    with pytest.raises(UserError, match=r"'llama' is not supported as a base .*surgery/more/families/llama\.py"):
         family_of(LlamaConfig())
 
 

@@ -7,9 +7,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, Glm5NextConfig, Glm5N
 
 import surgery
 from surgery.errors import UserError
-from surgery.hybrids.gated_delta import SHARPNESS
 from surgery.kernels.delta import delta_rule, unit
 from surgery.models.cache import decodes
+from surgery.more.hybrids.gated_delta import SHARPNESS
 from surgery.records.plan import Plan
 from surgery.splicing.splice import splice
 from tests.conftest import SAME, VOCABULARY

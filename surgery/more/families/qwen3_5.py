@@ -2,8 +2,8 @@
 
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5GatedDeltaNet
 
-from surgery.families.delta_start import SplitDeltaFamily
-from surgery.hybrids.gated_delta import SplitDeltaMixer
 from surgery.hybrids.stock_hybrid import stock_hybrid
+from surgery.more.families.delta_start import SplitDeltaFamily
+from surgery.more.hybrids.gated_delta import SplitDeltaMixer
 
 FAMILY = SplitDeltaFamily(stock_hybrid(Qwen3_5ForCausalLM, Qwen3_5GatedDeltaNet, SplitDeltaMixer))

@@ -6,8 +6,8 @@ from torch import Tensor
 from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1ForCausalLM, FalconH1Mixer
 
 from surgery.families.mamba2 import Mamba2Family
-from surgery.hybrids.falcon_h1_mixer import FalconH1SSDMixer
 from surgery.hybrids.stock_hybrid import stock_hybrid
+from surgery.more.hybrids.falcon_h1_mixer import FalconH1SSDMixer
 
 
 class FalconH1Family(Mamba2Family):

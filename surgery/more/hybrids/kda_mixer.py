@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surgery.hybrids.gated_delta import DeltaMixer
 from surgery.hybrids.parts import at_least_float32
+from surgery.more.hybrids.gated_delta import DeltaMixer
 
 
 class KDAMixer(DeltaMixer):

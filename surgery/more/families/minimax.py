@@ -5,10 +5,10 @@ from typing import Any
 from torch import Tensor
 from transformers.models.minimax.modeling_minimax import MiniMaxForCausalLM, MiniMaxLightningAttention
 
-from surgery.families.linear_start import LinearFamily
-from surgery.hybrids.lightning_mixer import LightningLanguageModel, LightningMixer
 from surgery.hybrids.stock_hybrid import stock_hybrid
 from surgery.models.quantised import dense
+from surgery.more.families.linear_start import LinearFamily
+from surgery.more.hybrids.lightning_mixer import LightningLanguageModel, LightningMixer
 
 
 class MiniMaxFamily(LinearFamily):

@@ -7,9 +7,9 @@ from transformers.models.xlstm import modeling_xlstm
 from transformers.models.xlstm.modeling_xlstm import xLSTMForCausalLM
 
 from surgery.errors import UserError
-from surgery.families.linear_start import LinearFamily
 from surgery.kernels.mlstm import MOST
 from surgery.models.quantised import dense
+from surgery.more.families.linear_start import LinearFamily
 
 
 class XLSTMFamily(LinearFamily):
@@ -43,8 +43,8 @@ class XLSTMFamily(LinearFamily):
 if hasattr(modeling_xlstm, "xLSTMLayer"):  # where the package xlstm is installed, transformers runs its classes instead
     from transformers.models.xlstm.modeling_xlstm import xLSTMLayer
 
-    from surgery.hybrids.mlstm_mixer import MLSTMMixer
     from surgery.hybrids.stock_hybrid import stock_hybrid
-    from surgery.hybrids.xlstm import XLSTMLanguageModel
+    from surgery.more.hybrids.mlstm_mixer import MLSTMMixer
+    from surgery.more.hybrids.xlstm import XLSTMLanguageModel
 
     FAMILY = XLSTMFamily(stock_hybrid(xLSTMForCausalLM, xLSTMLayer, MLSTMMixer, XLSTMLanguageModel))

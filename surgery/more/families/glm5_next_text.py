@@ -3,9 +3,9 @@ streams."""
 
 from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextLinearAttention
 
-from surgery.families.delta_start import KDAFamily
-from surgery.hybrids.glm5_next_text import Glm5NextTextForCausalLM
-from surgery.hybrids.kda_mixer import KDALanguageModel, KDAMixer
 from surgery.hybrids.stock_hybrid import stock_hybrid
+from surgery.more.families.delta_start import KDAFamily
+from surgery.more.hybrids.glm5_next_text import Glm5NextTextForCausalLM
+from surgery.more.hybrids.kda_mixer import KDALanguageModel, KDAMixer
 
 FAMILY = KDAFamily(stock_hybrid(Glm5NextTextForCausalLM, Glm5NextTextLinearAttention, KDAMixer, KDALanguageModel))

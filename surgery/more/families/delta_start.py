@@ -1,12 +1,12 @@
-"""How grafts in mixers of the gated delta rule start (surgery/hybrids/gated_delta.py, kda_mixer.py). One family for each way
-their projections are laid out."""
+"""How grafts in mixers of the gated delta rule start (surgery/more/hybrids/gated_delta.py, kda_mixer.py). One family for each
+way their projections are laid out."""
 
 from typing import Any
 
 from torch import Tensor
 
-from surgery.families.linear_start import LinearFamily
 from surgery.models.quantised import dense
+from surgery.more.families.linear_start import LinearFamily
 
 
 class DeltaFamily(LinearFamily):

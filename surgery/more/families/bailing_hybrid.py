@@ -2,8 +2,8 @@
 
 from transformers.models.bailing_hybrid.modeling_bailing_hybrid import BailingHybridDeltaAttention, BailingHybridForCausalLM
 
-from surgery.families.delta_start import KDAFamily
-from surgery.hybrids.kda_mixer import FullGateKDAMixer, KDALanguageModel
 from surgery.hybrids.stock_hybrid import stock_hybrid
+from surgery.more.families.delta_start import KDAFamily
+from surgery.more.hybrids.kda_mixer import FullGateKDAMixer, KDALanguageModel
 
 FAMILY = KDAFamily(stock_hybrid(BailingHybridForCausalLM, BailingHybridDeltaAttention, FullGateKDAMixer, KDALanguageModel))
