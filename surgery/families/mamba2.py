@@ -32,20 +32,22 @@ class Mamba2Family(DualFamily):
         """Weight and bias of what B and C are projected with."""
         return dense(mixer.in_proj), mixer.in_proj.bias
 
-    def cut(self, mixer: Any, kept: Tensor) -> dict[str, Tensor]:
-        """Rows of B and C leave in_proj, and with them their filters."""
+    def left(self, mixer: Any, kept: Tensor) -> tuple[Tensor, Tensor]:
+        """Which rows of in_proj and which channels of the convolution stay."""
         inner, n = mixer.intermediate_size, mixer.ssm_state_size
         rows = (kept + n * torch.arange(len(kept))[:, None]).flatten()
         channels = torch.cat([torch.arange(inner), inner + rows, inner + len(kept) * n + rows])
-        gate = torch.arange(inner)
-        projected = torch.cat([gate, inner + channels, inner + mixer.conv_dim + torch.arange(mixer.num_heads)])
+        gate, steps = torch.arange(inner), inner + mixer.conv_dim + torch.arange(mixer.num_heads)
+        return torch.cat([gate, inner + channels, steps]), channels
+
+    def cut(self, mixer: Any, kept: Tensor) -> dict[str, Tensor]:
+        """Rows of B and C leave in_proj, and with them their filters."""
+        projected, channels = self.left(mixer, kept)
         cut = {"in_proj.weight": mixer.in_proj.weight[projected], "conv1d.weight": mixer.conv1d.weight[channels]}
         if mixer.in_proj.bias is not None:
             cut["in_proj.bias"] = mixer.in_proj.bias[projected]
         if mixer.conv1d.bias is not None:
             cut["conv1d.bias"] = mixer.conv1d.bias[channels]
-        if hasattr(mixer, "mup_vector"):  # Falcon-H1's multipliers of what is projected
-            cut["mup_vector"] = mixer.mup_vector[..., projected]
         return cut
 
     def initialise(self, mixer: Any, plan: Plan) -> None:

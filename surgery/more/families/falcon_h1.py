@@ -17,5 +17,10 @@ class FalconH1Family(Mamba2Family):
         multipliers = mixer.mup_vector[0, 0].to(weight)
         return weight * multipliers[:, None], None if bias is None else bias * multipliers
 
+    def cut(self, mixer: Any, kept: Tensor) -> dict[str, Tensor]:
+        """With the multipliers of the rows that are left."""
+        rows, _ = self.left(mixer, kept)
+        return super().cut(mixer, kept) | {"mup_vector": mixer.mup_vector[..., rows]}
+
 
 FAMILY = FalconH1Family(stock_hybrid(FalconH1ForCausalLM, FalconH1Mixer, FalconH1SSDMixer))
