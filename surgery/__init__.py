@@ -24,11 +24,11 @@ from surgery.runtime.quiet import hush_bitsandbytes
 if TYPE_CHECKING:
     from surgery.choosing.gain import grow
     from surgery.commands.look import look
+    from surgery.costs.estimate import estimate
+    from surgery.costs.run import run
     from surgery.evaluation.bench import bench
     from surgery.evaluation.report import Report
     from surgery.exporting.export import export
-    from surgery.jobs.costs.estimate import estimate
-    from surgery.jobs.run import run
     from surgery.loading.opened import Checkpoint
     from surgery.locating.locate import locate
     from surgery.locating.planning import plan
@@ -87,7 +87,7 @@ _MODULES = {
     "adopt": "splicing.splice",
     "bench": "evaluation.bench",
     "consenting": "runtime.consent",
-    "estimate": "jobs.costs.estimate",
+    "estimate": "costs.estimate",
     "export": "exporting.export",
     "grow": "choosing.gain",
     "load": "splicing.load",
@@ -95,7 +95,7 @@ _MODULES = {
     "look": "commands.look",
     "plan": "locating.planning",
     "read_recipe": "records.recipe",
-    "run": "jobs.run",
+    "run": "costs.run",
     "shrink_state": "tuning.state_sizes",
     "splice": "splicing.splice",
     "tune": "tuning.loop",

@@ -19,7 +19,7 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 RECORD, PAGE = ROOT / "recipes" / "architecture.json", ROOT / "docs" / "architecture.md"
 BEGIN, END = "<!-- filled from recipes/architecture.json -->", "<!-- end -->"
-AROUND = ("serving", "pretraining", "more", "studies", "doctor", "commands", "cli")
+AROUND = ("serving", "pretraining", "more", "costs", "studies", "doctor", "commands", "cli")
 OWN = ("hybrids", "kernels")  # whose calls are a model's own
 
 WALKS = """

@@ -187,14 +187,14 @@ def _fresh(what: str, recipe: Path, clock: str) -> dict[str, Any]:
 
 
 def _child(what: str, recipe: Path, clock: str) -> dict[str, Any]:
-    from surgery.jobs import run as job
-    from surgery.jobs.costs.estimate import estimate
+    from surgery.costs.estimate import estimate
+    from surgery.costs.run import run
     from surgery.records.recipe import read_recipe
 
     options = read_recipe(recipe)
     if what == "estimate":
         return json.loads(estimate(options, recipe.parent).model_dump_json())
-    report = job.run(options, recipe.with_suffix(".out"), anyway=True)
+    report = run(options, recipe.with_suffix(".out"), anyway=True)
     seconds = report.cpu if clock == "cpu" else report.timings
     return {"timings": {name: seconds[name] for name in report.timings}, "memory": report.memory}
 

@@ -9,7 +9,7 @@ from surgery.cli.console import prose, show, table
 from surgery.errors import UserError
 
 if TYPE_CHECKING:
-    from surgery.jobs.costs.record import CostEstimate
+    from surgery.costs.record import CostEstimate
 
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Print what it would cost: time, memory and disk, stage by stage; write nothing.")

@@ -69,10 +69,10 @@ def run(
     options = None if of_model else recipe_of("run", recipe, settings)
     with starting():
         from surgery.commands.run_model import chosen_for, run_chosen
+        from surgery.costs.estimate import estimate
+        from surgery.costs.run import run as run_recipe
         from surgery.evaluation import markdown
         from surgery.evaluation.judgement import did_it_help, judge
-        from surgery.jobs import run as job
-        from surgery.jobs.costs.estimate import estimate
         from surgery.studies import studies
         from surgery.studies.conduct import FIGURE, FINDINGS, conduct
     out = out or Path("runs") / (recipe.name if of_model else recipe.stem)
@@ -100,7 +100,7 @@ def run(
         show(f"{findings.summary}\nFindings: {out / FINDINGS}, figure: {out / FIGURE}")
         return
     if chosen is None:
-        report = job.run(options, out, verify=verify, anyway=anyway, **places)
+        report = run_recipe(options, out, verify=verify, anyway=anyway, **places)
     else:
         report = run_chosen(chosen, out, verify=verify, anyway=anyway, **places)
     table(*markdown.rows(report))

@@ -7,15 +7,15 @@ from typing import Any
 
 from surgery.commands.compared import open_compared
 from surgery.commands.controls import Control, controls_of, names_of, seconds_of, trained
+from surgery.costs.announced import announce
+from surgery.costs.estimate import BenchCosts
+from surgery.costs.record import CostEstimate
 from surgery.errors import UserError
 from surgery.evaluation.bench import measure
 from surgery.evaluation.entries import Entry, ModelPool
 from surgery.evaluation.head_matrices import mixing
 from surgery.evaluation.report import Report
 from surgery.evaluation.serving import try_engine
-from surgery.jobs.costs.announced import announce
-from surgery.jobs.costs.estimate import BenchCosts
-from surgery.jobs.costs.record import CostEstimate
 from surgery.jobs.output_folder import begin, check_folder, withdrawn_if_refused
 from surgery.jobs.preparing import check, name_texts
 from surgery.jobs.report_folder import REPORT, write_report

@@ -17,11 +17,11 @@ from torch import nn
 from surgery.choosing.bounded import NoPlan
 from surgery.choosing.gain import NoGain
 from surgery.commands.look import ModelLook, look
+from surgery.costs.run import run
 from surgery.errors import UserError
 from surgery.evaluation.report import Report
 from surgery.jobs.opening import open_base
 from surgery.jobs.output_folder import CHOSEN, LOOK, check_folder
-from surgery.jobs.run import run
 from surgery.kernels.dispatch import use
 from surgery.loading.opened import Checkpoint
 from surgery.models.anatomy import anatomy, mixer_at

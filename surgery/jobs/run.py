@@ -23,9 +23,9 @@ from surgery.exporting.export import check_space, export
 from surgery.exporting.folder import RECORD, Exported
 from surgery.exporting.verifications import check_way
 from surgery.families import family_of
-from surgery.jobs.costs.announced import Announced
 from surgery.jobs.entries import entries_of
 from surgery.jobs.locating_stage import RANKING, located
+from surgery.jobs.observer import Observer
 from surgery.jobs.opening import open_base, open_donor
 from surgery.jobs.output_folder import begin, check_folder, withdrawn_if_refused
 from surgery.jobs.planning_stage import KEPT, planned
@@ -62,15 +62,14 @@ LONG = 300.0  # seconds of work that are not spent on heads that mean nothing, u
 def run(
     recipe: Recipe, out: str | Path, *, verify: str = "auto", resume: bool = False, overwrite: bool = False,
     trust_remote_code: bool = False, papers: Mapping[str, str] | None = None, anyway: bool = False,
+    observe: type[Observer] = Observer,
 ) -> Report:  # fmt: skip
     """Do everything. Writes into `out`: ranking.json, atlas.png, mixing.png, plan.json, report.json, report.md, report.html,
-    mixing.json, grafts.png, retrieval.png, cost.png, the tuning logs, and hybrid/, the exported checkpoint. Processes that
-    accelerate started share the work.
+    mixing.json, grafts.png, retrieval.png, cost.png, the tuning logs, and hybrid/, the exported checkpoint.
 
-    verify: how the export is, as surgery.export takes it. resume: go on with an earlier run in `out`, from the first stage
-    whose own settings are others. overwrite: remove what an earlier run has left there. papers: files that are to stand beside
-    the report, by name. anyway: go on for hours, too, where the base is at chance on what locates its heads. Raises UserError,
-    and writes nothing, where an earlier run is there and neither is given, or where the disk has no room for the export.
+    observe: who is told of the stages, and knows what work is left; surgery.run has one who says what they will cost. All else
+    is as surgery.run takes it (costs/run.py). Raises UserError, and writes nothing, where an earlier run is there and neither
+    `resume` nor `overwrite` is given, or where the disk has no room for the export.
     """
     if not isinstance(recipe, Recipe):
         raise UserError(f"surgery.run takes a recipe, as surgery.read_recipe returns it, not {a_type(recipe)}")
@@ -96,7 +95,7 @@ def run(
         enough = partial(on_main, partial(check_space, "hf", base.model, out))
         if not (resume and (out / "hybrid" / RECORD).exists()):  # of a run that may be finished, nothing may be left to write
             enough()
-        job = _Job(recipe, out, base, resume, verify)
+        job = _Job(recipe, out, base, resume, verify, observe)
         ranking = job.locate()
         if not anyway:
             job.check_chance(ranking)
@@ -110,7 +109,7 @@ def run(
 
 
 class _Job:
-    def __init__(self, recipe: Recipe, out: Path, base: Checkpoint, resume: bool, verify: str):
+    def __init__(self, recipe: Recipe, out: Path, base: Checkpoint, resume: bool, verify: str, observe: type[Observer]):
         self.recipe, self.out, self.base, self.resume, self.verify = recipe, out, base, resume, verify
         self.settings = strip_paths(recipe.model_dump(mode="json"))
         with busy("reading the weights"):
@@ -119,14 +118,14 @@ class _Job:
         self.timings: dict[str, float] = {}
         self.cpu: dict[str, float] = {}
         self.memory: dict[str, int] = {}
-        self.announced = Announced(recipe, base, out, verify)
+        self.observer = observe(recipe, base, out, verify)
         self.training: dict[str, dict[str, float]] = {}
         self.log: Log = []
 
     @contextmanager
     def stage(self, name: str, announcement: str | None = None) -> Iterator[None]:
         """Say what a stage will cost and do (or leave that to it), and what it took."""
-        self.announced.say(name)
+        self.observer.starts(name)
         if announcement is not None:
             say(announcement)
         watch, cpu = Stopwatch(self.base.model.device), processor_seconds()
@@ -137,7 +136,7 @@ class _Job:
         work, wall = watch.read()
         self.timings[name] = round(wall, 2)
         self.cpu[name] = round(processor_seconds() - cpu, 2)
-        self.announced.note(name, work, wall)
+        self.observer.ended(name, work, wall)
         self.memory[name] = peak.device or peak.total
         say(f"{name}: done in {duration(self.timings[name])}, peak memory {size(self.memory[name])}")
 
@@ -151,8 +150,8 @@ class _Job:
         """Raise UserError where heads were located by guesses, and much work would follow that has not begun."""
         if ranking.chance is None or not at_chance(ranking.base_accuracy, ranking.chance) or (self.out / "tuning").exists():
             return
-        if self.announced.work("locate") > LONG:
-            left = self.announced.left("locate")
+        if self.observer.work_after("locate") > LONG:
+            left = self.observer.time_after("locate")
             raise UserError(
                 f"the base is at chance on the locating probe ({ranking.base_accuracy}, chance {ranking.chance:.3f}), so the "
                 f"ranking means nothing, and about {duration(left)} of work would follow: choose an easier probe "

@@ -15,13 +15,13 @@ from typing import Annotated, Any, ClassVar
 import numpy as np
 from pydantic import Field
 
+from surgery.costs.run import run
 from surgery.errors import UserError
 from surgery.evaluation import markdown
 from surgery.evaluation.judgement import heading
 from surgery.evaluation.report import Report
 from surgery.evaluation.results import ModelReport, value
 from surgery.jobs.locating_stage import RANKING
-from surgery.jobs.run import run
 from surgery.locating.ranking import Ranking
 from surgery.pretraining.fresh_model import check_architecture
 from surgery.pretraining.pretrain import pretrain

@@ -44,8 +44,9 @@ def prepare(work: Path) -> Path:
     import surgery.commands.comparison
     import surgery.commands.publish
     import surgery.commands.tune_hybrid
+    import surgery.costs.estimate
+    import surgery.costs.run
     import surgery.exporting.export
-    import surgery.jobs.costs.estimate
     import surgery.jobs.report_folder
     import surgery.jobs.run
     import surgery.pretraining.pretrain

@@ -53,7 +53,7 @@ FEWER = {
     "commands.look.MOST": 12,
     "models.pace.SECONDS": 0.01,
     "tuning.rehearsal.SECONDS": 0.01,
-    "jobs.costs.counts.COUNTED": 64,
+    "costs.counts.COUNTED": 64,
 }
 WRITTEN = 4
 

@@ -5,11 +5,11 @@ import pytest
 from surgery import estimate, load
 from surgery.choosing import gain as growing
 from surgery.choosing.bounded import Measuring
+from surgery.costs.counts import planning, plans_measured
 from surgery.evaluation import html, markdown
 from surgery.evaluation.automatic import automatic_choices, rounds
 from surgery.evaluation.report import Report
 from surgery.jobs import run as job
-from surgery.jobs.costs.counts import planning, plans_measured
 from surgery.locating.questions import asked
 from surgery.locating.subject import Subject
 from surgery.records.growth import Saved

@@ -15,13 +15,12 @@ from safetensors.torch import load_file
 import surgery
 from surgery.cli import app as cli
 from surgery.commands import comparison
+from surgery.costs import announced, counts, estimate
+from surgery.costs.counts import benching
+from surgery.costs.models import assumed, held_beyond, models_of, remap_layers, storages, truncate_layers, weights_of
+from surgery.costs.record import CostEstimate, Stage, fitting_advice
 from surgery.errors import UserError
 from surgery.evaluation.bench import measure
-from surgery.jobs import run as job
-from surgery.jobs.costs import announced, counts, estimate
-from surgery.jobs.costs.counts import benching
-from surgery.jobs.costs.models import assumed, held_beyond, models_of, remap_layers, storages, truncate_layers, weights_of
-from surgery.jobs.costs.record import CostEstimate, Stage, fitting_advice
 from surgery.jobs.output_folder import Run
 from surgery.loading.digests import model_digest
 from surgery.loading.opened import Checkpoint
@@ -247,14 +246,14 @@ def test_a_run_does_what_was_estimated(estimated, folder, tmp_path, monkeypatch,
     """And says it of each stage; measuring changes neither the weights nor what is drawn at random."""
     recipe = read_recipe(folder / "quick.yaml")
     monkeypatch.setattr(announced, "SHORT", 0.0)
-    report = job.run(recipe, tmp_path / "out")
+    report = surgery.run(recipe, tmp_path / "out")
     said = capsys.readouterr().err
     stages = {stage.name: stage for stage in estimated[0].stages}
     assert report.timings.keys() == report.memory.keys() == stages.keys()
     for name in report.timings:
         assert any(line.startswith(f"{name}: ") and " left in all" in line for line in lines_of(said)), said
     monkeypatch.setattr(announced, "SHORT", 120.0)  # a short run says nothing of its cost
-    silent = job.run(recipe, tmp_path / "silent")
+    silent = surgery.run(recipe, tmp_path / "silent")
     said = capsys.readouterr().err
     assert "left in all" not in said
     for name, model in report.models.items():
@@ -269,7 +268,7 @@ def test_what_does_not_fit_is_said_before_the_work(folder, monkeypatch, capsys):
     monkeypatch.setattr(estimate.memory, "available", lambda _: -(2**20))
     loaded = surgery.load(folder / "base")
     before, state = model_digest(loaded.model), torch.random.get_rng_state()
-    announced.Announced(recipe, loaded, folder / "out").say("bench")
+    announced.Announced(recipe, loaded, folder / "out", "auto").starts("bench")
     said = " ".join(capsys.readouterr().err.split())
     assert "warning: bench does not fit: it needs" in said
     assert "warning: export does not fit: it needs" in said
@@ -356,20 +355,21 @@ def test_a_time_is_a_range_and_a_busy_machine_is_said(estimated):
 
 def test_what_was_measured_replaces_the_estimate(base, tokenizer, folder, monkeypatch, capsys):
     """Of a stage's kind, from the first on that is done; and a machine that has become busy makes all others longer."""
-    told = announced.Announced(read_recipe(folder / "quick.yaml"), Checkpoint("base", base, tokenizer, "f" * 64), folder)
+    loaded = Checkpoint("base", base, tokenizer, "f" * 64)
+    told = announced.Announced(read_recipe(folder / "quick.yaml"), loaded, folder, "auto")
     names = ("locate", "tune tuned", "tune control_tuned", "bench")
     told._stages = {name: Stage(name=name, seconds=600.0, memory=2**30) for name in names}
 
     def said(name):
-        told.say(name)
+        told.starts(name)
         return capsys.readouterr().err.strip()
 
     assert said("tune tuned") == "tune tuned: 8 min to 13 min, 1.0 GiB; about 30 min left in all"
-    told.note("tune tuned", 1200.0, 1200.0)
+    told.ended("tune tuned", 1200.0, 1200.0)
     assert said("tune control_tuned") == "tune control_tuned: 17 min to 23 min, 1.0 GiB; about 30 min left in all"
-    told.note("splice", 1.0, 9.0)  # of what was not estimated, nothing is said
+    told.ended("splice", 1.0, 9.0)  # of what was not estimated, nothing is said
     assert said("bench") == "bench: 8 min to 13 min, 1.0 GiB; about 10 min left in all"
-    told.note("tune control_tuned", 1200.0, 3600.0)
+    told.ended("tune control_tuned", 1200.0, 3600.0)
     busy = "bench: 8 min to 39 min, 1.0 GiB; about 30 min left in all on this machine, which is busy (3.0 times as long)"
     assert said("bench") == busy
 
@@ -379,7 +379,7 @@ def test_no_estimate_ends_a_run(folder, monkeypatch, capsys):
     monkeypatch.setattr(announced, "SHORT", 0.0)
     monkeypatch.setattr(estimate.Costs, "all_stages", lambda *_: {}["a mistake"])
     recipe = read_recipe(folder / "quick.yaml")
-    announced.Announced(recipe, surgery.load(folder / "base"), folder / "out").say("locate")
+    announced.Announced(recipe, surgery.load(folder / "base"), folder / "out", "auto").starts("locate")
     assert "locate" not in capsys.readouterr().err
 
 

@@ -65,7 +65,7 @@ OWN = {
     "locating/ranking.py",  # a figure, which a notebook shows
     "hybrids/windows.py",  # a cache layer that it made
     "records/sections/locating.py",  # a section's default
-    "jobs/costs/estimate.py",  # a field of that name: the time of a forward
+    "costs/estimate.py",  # a field of that name: the time of a forward
 }
 # What is taken off, or put on, for transformers, accelerate and PEFT, which keep names of their own on a model.
 OTHERS = {"tuning/steps.py", "tuning/lora.py"}

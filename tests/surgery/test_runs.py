@@ -50,7 +50,7 @@ def test_heads_are_measured_exactly_within_the_budget(base, tokenizer, monkeypat
 @pytest.mark.parametrize(("work", "low", "ends"), [(3000.0, 0.02, True), (3000.0, 0.04, False), (10.0, 0.02, False)])
 def test_long_work_on_heads_that_mean_nothing_is_not_begun(work, low, ends, tmp_path):
     """Of a base at chance on what located them; what is short is done, and warned of, also on a busy machine."""
-    job = SimpleNamespace(announced=SimpleNamespace(work=lambda _: work, left=lambda _: 3600.0), out=tmp_path)
+    job = SimpleNamespace(observer=SimpleNamespace(work_after=lambda _: work, time_after=lambda _: 3600.0), out=tmp_path)
     ranking = SimpleNamespace(base_accuracy=Proportion(accuracy=0.05, ci95=(low, 0.08), n=256), chance=1 / 32)
     if ends:
         with pytest.raises(UserError, match=r"about 60 min of work would follow: .* --resume --anyway"):

@@ -7,12 +7,12 @@ import torch
 from transformers import BambaConfig, BambaForCausalLM, FalconMambaConfig, FalconMambaForCausalLM, MambaConfig, MambaForCausalLM
 
 from surgery.commands.hybrid_folder import holds_base
+from surgery.costs.counts import planning
+from surgery.costs.models import uniform_ranking
 from surgery.errors import UserError
 from surgery.evaluation import markdown
 from surgery.exporting.export import export
 from surgery.exporting.formats.patch import write
-from surgery.jobs.costs.counts import planning
-from surgery.jobs.costs.models import uniform_ranking
 from surgery.jobs.entries import entries_of
 from surgery.records.plan import Plan
 from surgery.records.recipe import read_recipe

@@ -9,7 +9,7 @@ from accelerate import disk_offload
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, FalconMambaConfig, FalconMambaForCausalLM
 
-from surgery.jobs.costs import estimate
+from surgery.costs import estimate
 from surgery.jobs.stages import first_change
 from surgery.models import pieces
 from surgery.models.pace import Pace, Work

@@ -15,13 +15,13 @@ import psutil
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from surgery.costs import counts
+from surgery.costs.models import Trained, assumed, held_beyond, models_of, remap_layers, truncate_layers, weights_of
+from surgery.costs.record import CostEstimate, Stage, fitting_advice
 from surgery.errors import UserError
 from surgery.exporting.verifications import check_way
 from surgery.exporting.verify import NEW_BY_LAYERS, chosen, whole_size
 from surgery.families import family_of
-from surgery.jobs.costs import counts
-from surgery.jobs.costs.models import Trained, assumed, held_beyond, models_of, remap_layers, truncate_layers, weights_of
-from surgery.jobs.costs.record import CostEstimate, Stage, fitting_advice
 from surgery.jobs.opening import open_base
 from surgery.jobs.preparing import check, check_run
 from surgery.kernels.dispatch import use

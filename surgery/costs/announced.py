@@ -7,8 +7,9 @@ from typing import TypeVar
 
 import torch
 
-from surgery.jobs.costs.estimate import BenchCosts, Costs, started
-from surgery.jobs.costs.record import SLOWED, SURE, Stage
+from surgery.costs.estimate import BenchCosts, Costs, started
+from surgery.costs.record import SLOWED, SURE, Stage
+from surgery.jobs.observer import Observer
 from surgery.loading.hub import one_line
 from surgery.loading.opened import Checkpoint
 from surgery.records.recipe import Recipe
@@ -23,42 +24,39 @@ KNOWN = 1.15  # the factor, either way, for a stage of a kind that this run has 
 LEAST = 2.0  # seconds of work, from which on it shows how busy the machine is
 
 
-class Announced:
+class Announced(Observer):
     """The costs of a run that goes on in `out`, estimated when its first stage starts; of what is finished by then, nothing is
     said. The work that a stage then took replaces the estimate for all of its kind, and how much longer it took than on an idle
     machine is what the next ones are expected to. Several processes would each have to measure, so
     that they say nothing."""
 
-    def __init__(self, recipe: Recipe, base: Checkpoint, out: Path, verify: str = "auto"):
+    def __init__(self, recipe: Recipe, base: Checkpoint, out: Path, verify: str):
         self.recipe, self.base, self.out, self.verify, self.start = recipe, base, out, verify, started()
         self.slowed = 1.0  # times as long as on an idle machine
         self.factors: dict[str, float] = {}  # by kind of stage: the work of one, over its estimate
         self._stages: dict[str, Stage] | None = None
 
-    def say(self, name: str) -> None:
+    def starts(self, stage: str) -> None:
         """Say what a stage will cost, as far as it is known, and what is left of the run."""
-        if name in self._known_from(name):
-            left = self.left(name) + self.slowed * self._known(name).seconds
-            spread = KNOWN if _kind(name) in self.factors else SURE
+        if stage in self._known_from(stage):
+            left = self.time_after(stage) + self.slowed * self._known(stage).seconds
+            spread = KNOWN if _kind(stage) in self.factors else SURE
             late = f" on this machine, which is busy ({self.slowed:.1f} times as long)" if self.slowed > SLOWED else ""
-            say(f"{self._known(name).line(self.slowed, spread)}; about {duration(left)} left in all{late}")
+            say(f"{self._known(stage).line(self.slowed, spread)}; about {duration(left)} left in all{late}")
 
-    def left(self, name: str) -> float:
-        """The seconds of what comes after a stage; 0 where it is little."""
-        return self.slowed * self.work(name)
-
-    def work(self, name: str) -> float:
-        """The same on an idle machine."""
-        names = list(self._known_from(name))
-        after = names[names.index(name) + 1 :] if name in names else []
-        return sum(self._known(each).seconds for each in after)
-
-    def note(self, name: str, work: float, wall: float) -> None:
-        """What a stage took, in seconds of work and on the wall."""
-        if self._stages and name in self._stages:
-            self.factors[_kind(name)] = work / max(1e-9, self._stages[name].seconds)
+    def ended(self, stage: str, work: float, wall: float) -> None:
+        if self._stages and stage in self._stages:
+            self.factors[_kind(stage)] = work / max(1e-9, self._stages[stage].seconds)
             if work >= LEAST:
                 self.slowed = slowed(work, wall)
+
+    def work_after(self, stage: str) -> float:
+        names = list(self._known_from(stage))
+        after = names[names.index(stage) + 1 :] if stage in names else []
+        return sum(self._known(each).seconds for each in after)
+
+    def time_after(self, stage: str) -> float:
+        return self.slowed * self.work_after(stage)
 
     def _known_from(self, first: str) -> dict[str, Stage]:
         """The stages, estimated when they are first asked for, from the first on that is not finished."""
