@@ -20,7 +20,7 @@ from surgery.exporting.verifications import check_way
 from surgery.records.reading import check_name
 
 if TYPE_CHECKING:
-    from surgery.tuning.rehearsal import TuningProfile
+    from surgery.costs.rehearsal import TuningProfile
 
 
 def tune(

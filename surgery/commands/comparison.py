@@ -27,7 +27,7 @@ from surgery.models import pace
 from surgery.records.names import display_name, strip_paths
 from surgery.records.plan import PLAN, Plan
 from surgery.records.recipe import Recipe
-from surgery.records.record import environment, provenance
+from surgery.records.record import provenance
 from surgery.runtime import memory
 from surgery.runtime.processes import on_main, several_processes
 from surgery.runtime.progress import busy, say
@@ -96,12 +96,7 @@ def estimate_comparison(
             for name, control in names_of(missing).items()
         ]  # fmt: skip
         stages.append(costs.bench(len(entries) + len(missing)))
-    free = memory.free_disk(out)
-    return CostEstimate(
-        **environment().model_dump(), model=recipe.model, stages=tuple(stages), available=costs.available, free_disk=free,
-        tried="", assumptions=costs.assumptions(), slowed=costs.slowed, load=round(waiting, 2),
-        advice=costs.advice(stages, free), took=time.perf_counter() - begun,
-    )  # fmt: skip
+    return costs.estimated(stages, out, begun, waiting)
 
 
 def _opened(

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from surgery.costs.rehearsal import rehearse
 from surgery.errors import UserError
 from surgery.evaluation.entries import Entry
 from surgery.jobs.entries import without_graft
@@ -18,7 +19,6 @@ from surgery.runtime.processes import on_main
 from surgery.runtime.progress import duration, say
 from surgery.splicing.splice import adopt
 from surgery.tuning.plateau import taken
-from surgery.tuning.rehearsal import rehearse
 from surgery.tuning.state import state_of
 from surgery.tuning.trainable import with_own_mixers
 

@@ -4,6 +4,7 @@ from functools import partial
 from pathlib import Path
 
 from surgery.commands.hybrid_folder import holds_base, present
+from surgery.costs.rehearsal import TuningProfile, rehearse
 from surgery.errors import UserError
 from surgery.exporting.export import check_space, export
 from surgery.exporting.folder import RECORD as EXPORT
@@ -24,7 +25,6 @@ from surgery.splicing.load import plan_of
 from surgery.splicing.splice import adopt, check_base
 from surgery.tuning import batches
 from surgery.tuning.lora import matches
-from surgery.tuning.rehearsal import TuningProfile, rehearse
 from surgery.tuning.shards import divided
 from surgery.tuning.state import Log
 from surgery.tuning.trackers import check_trackers

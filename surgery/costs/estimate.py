@@ -1,7 +1,7 @@
 """estimate(recipe): what `surgery run` will cost on this machine, stage by stage, before any of it is done.
 
 What each stage will run is counted (counts.py); what a forward and a step of tuning take is timed on the very model, each at
-two sizes (models/pace.py, tuning/rehearsal.py). Nothing is written.
+two sizes (models/pace.py, rehearsal.py). Nothing is written.
 """
 
 import hashlib
@@ -18,6 +18,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from surgery.costs import counts
 from surgery.costs.models import Trained, assumed, held_beyond, models_of, remap_layers, truncate_layers, weights_of
 from surgery.costs.record import CostEstimate, Stage, fitting_advice
+from surgery.costs.rehearsal import rehearse, step_work
+from surgery.costs.searching import attribution_costs, forwards, skill_passes
 from surgery.errors import UserError
 from surgery.exporting.verifications import check_way
 from surgery.exporting.verify import NEW_BY_LAYERS, chosen, whole_size
@@ -28,7 +30,7 @@ from surgery.kernels.dispatch import use
 from surgery.loading.opened import Checkpoint, a_type
 from surgery.locating.attribution_memory import activations
 from surgery.locating.budget import is_exact
-from surgery.locating.passes import attribution_costs, batch_of, counted, skill_passes
+from surgery.locating.passes import batch_of, counted
 from surgery.locating.questions import question_sets
 from surgery.locating.skill_scores import skill_sets
 from surgery.locating.subject import Subject
@@ -46,7 +48,6 @@ from surgery.runtime.progress import busy, say, silently
 from surgery.runtime.timing import Stopwatch
 from surgery.splicing.splice import adopt, graft_parameters, splice
 from surgery.tuning.backward_memory import step_fits
-from surgery.tuning.rehearsal import rehearse, step_work
 
 CHECKPOINTS = 2  # of a tuning, while a new one replaces the old
 STATES = 4  # of a trained number, in float32: itself, its gradient, and Adam's two moments
@@ -84,11 +85,7 @@ def estimate(
         check_run(recipe, base)
         costs = Costs(recipe, base, started(), verify=verify, says=True)
         stages = costs.all_stages()
-    return CostEstimate(
-        **environment().model_dump(), model=recipe.model, stages=tuple(stages), available=costs.available,
-        free_disk=memory.free_disk(out), tried=costs.tried, assumptions=costs.assumptions(), slowed=costs.slowed,
-        load=round(waiting, 2), advice=costs.advice(stages, memory.free_disk(out)), took=time.perf_counter() - begun,
-    )  # fmt: skip
+    return costs.estimated(stages, out, begun, waiting)
 
 
 class StageCosts:
@@ -96,6 +93,7 @@ class StageCosts:
 
     forward: Pace
     step: Pace | None = None
+    tried = ""  # what was tuned, where that was not the whole model
 
     def __init__(self, recipe: Recipe, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, says: bool = False):
         self.recipe, self.model, self.tokenizer, self.says = recipe, model, tokenizer, says
@@ -155,6 +153,20 @@ class StageCosts:
             )
         return tuple(result)
 
+    def assumptions(self) -> tuple[str, ...]:
+        """What is not known before."""
+        raise NotImplementedError
+
+    def estimated(self, stages: list[Stage], out: str | Path, begun: float, waiting: float) -> CostEstimate:
+        """All of it, of a run into `out`. begun: when the estimate began, by time.perf_counter(). waiting: the programs for
+        every CPU by then."""
+        free = memory.free_disk(out)
+        return CostEstimate(
+            **environment().model_dump(), model=self.recipe.model, stages=tuple(stages), available=self.available,
+            free_disk=free, tried=self.tried, assumptions=self.assumptions(), slowed=self.slowed, load=round(waiting, 2),
+            advice=self.advice(stages, free), took=time.perf_counter() - begun,
+        )  # fmt: skip
+
 
 class Costs(StageCosts):
     """The costs of a run's stages. start: seconds of CPU time that a process takes to begin."""
@@ -170,7 +182,6 @@ class Costs(StageCosts):
         with self._doing("timing a forward"):
             self.forward = forward_pace(self.model, ids, memory=True)
         self.plan = assumed(recipe, self.model)
-        self.tried = ""
 
     def all_stages(self, first: str = "locate", timed: bool = True) -> list[Stage]:
         """The stages in their order, for a plan that is not yet known, from the first on that is not finished. timed: whether
@@ -198,7 +209,6 @@ class Costs(StageCosts):
         return stages[names.index(first) if first in names else 0 :]
 
     def assumptions(self) -> tuple[str, ...]:
-        """What is not known before the run."""
         result = []
         if self.recipe.plan.sites is None and self.recipe.plan.kind != "window":
             result.append("Which heads lead is known after locating: the grafts are taken to be in the first layers, where "
@@ -224,7 +234,7 @@ class Costs(StageCosts):
             parts.append((skill_passes(skills, options, heads, self.subject.graftable), batch_of(skills)))
         costs = attribution_costs(self.subject, sets[0].groups[0][1], self.forward) if self.subject.graftable else ()
         seconds = sum(
-            self.forward.time(batch * part.forwards(share, batch.tokens / self.row, *costs)) for part, batch in parts
+            self.forward.time(batch * forwards(part, share, batch.tokens / self.row, *costs)) for part, batch in parts
         )  # fmt: skip
         held = self.forward.memory(max(batch.largest for _, batch in parts))
         if self.subject.graftable:
@@ -358,7 +368,6 @@ class BenchCosts(StageCosts):
         return self._stage(f"tune {name}", seconds, 0.0, does={"steps": steps})
 
     def assumptions(self) -> tuple[str, ...]:
-        """What is not known before."""
         result = []
         if self.counted.at_most:
             result.append("Writing ends once all answers are written; it is taken to go on as long as it may.")

@@ -4,23 +4,17 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from surgery.locating.attribution import STARTS, attribute_starts
-from surgery.locating.attribution_memory import parted
 from surgery.locating.prefilter import deciding
 from surgery.locating.questions import QuestionSet
 from surgery.locating.roles import EXAMPLES
 from surgery.locating.search import DRAWN, LEADING
 from surgery.locating.subject import Subject
-from surgery.locating.walk import fully_gated
-from surgery.models.pace import Pace, Work
-from surgery.probes.encoded import Encoded
+from surgery.models.pace import Work
 from surgery.records.recipe import Locate
-from surgery.runtime.timing import Stopwatch
 
-# In forwards of the same batch, measured on the built-in Mambas and at mamba2-130m's shape (CPU, float32).
-WALK = 3.0  # layer by layer, beside its variants
-MATRICES = 2.0  # of one question
-FEW = 2  # rows by which attribution is timed
+# In forwards of the same batch, measured on the built-in Mambas and at mamba2-130m's shape (CPU, float32): layer by layer,
+# beside its variants.
+WALK = 3.0
 
 
 @dataclass(frozen=True)
@@ -43,25 +37,6 @@ class PassCounts:
         computes."""
         return self.base + WALK * self.walks + share * self.variants
 
-    def forwards(self, share: float, rows: float, slope: float = 0.0, start: float = 0.0) -> float:
-        """All of it, in forwards of a batch of so many rows. slope, start: as attribution_costs has them."""
-        backward = (self.starts + self.slopes) * slope + self.starts * (len(STARTS) - 1) * start
-        return self.scan(share) + backward + MATRICES * self.matrices / rows
-
-
-def attribution_costs(subject: Subject, encoded: Encoded, forward: Pace) -> tuple[float, float]:
-    """(a forward and its backward, with the attention of all heads by one start; the same attention by one more start), in
-    forwards of the same rows. Timed on a few rows: of channels, attention costs several forwards."""
-    gated, few = fully_gated(subject), parted(encoded, FEW)[0]
-    times = []
-    for starts in (STARTS[:1], STARTS[:1], STARTS[:3]):  # the first is not counted: it finds nothing ready
-        watch = Stopwatch(subject.model.device)
-        attribute_starts(gated, few, starts)
-        times.append(watch.read()[0])
-    rows = [len(row) for row in few.rows]
-    one = max(1e-9, forward.time(Work.of([(len(rows), max(rows))])))
-    return times[1] / one, max(0.0, times[2] - times[1]) / 2 / one
-
 
 def passes(sets: Sequence[QuestionSet], options: Locate, heads: int, layers: int, graftable: bool = True) -> PassCounts:
     """The passes of a search, in a model of so many heads and layers. options: with `exact` decided."""
@@ -80,16 +55,6 @@ def passes(sets: Sequence[QuestionSet], options: Locate, heads: int, layers: int
     # The leading heads of the spliced are ablated in a walk of their own; without grafts, whole layers are.
     variants = first * (chosen + best + (kinds * whole if graftable else layers)) + sum(others) * 2 * chosen
     return PassCounts(first, starts, slopes, 2 * first + 2 * sum(others), variants, shown, True)
-
-
-def skill_passes(sets: Sequence[QuestionSet], options: Locate, heads: int, graftable: bool = True) -> PassCounts:
-    """The passes of a search on other skills, after those of its own questions. options, heads: as for passes."""
-    batches = sum(len(questions.groups) for questions in sets)
-    slopes = batches if graftable else 0
-    if not options.exact:
-        return PassCounts(batches, 0, slopes, 0, 0, 0, False)
-    chosen = heads if options.confirm is None else min(heads, math.ceil(options.confirm * heads) + DRAWN)
-    return PassCounts(0, 0, slopes, batches, batches * chosen * (2 if graftable else 1), 0, options.confirm is not None)
 
 
 def counted(sets: Sequence[QuestionSet], options: Locate, subject: Subject) -> tuple[PassCounts, float]:

@@ -52,7 +52,7 @@ SLOW = LARGE | {f"docs/howto/{page}.md" for page in ("bench", "export", "table",
 FEWER = {
     "commands.look.MOST": 12,
     "models.pace.SECONDS": 0.01,
-    "tuning.rehearsal.SECONDS": 0.01,
+    "costs.rehearsal.SECONDS": 0.01,
     "costs.counts.COUNTED": 64,
 }
 WRITTEN = 4

@@ -15,10 +15,11 @@ from safetensors.torch import load_file
 import surgery
 from surgery.cli import app as cli
 from surgery.commands import comparison
-from surgery.costs import announced, counts, estimate
+from surgery.costs import announced, counts, estimate, rehearsal
 from surgery.costs.counts import benching
 from surgery.costs.models import assumed, held_beyond, models_of, remap_layers, storages, truncate_layers, weights_of
 from surgery.costs.record import CostEstimate, Stage, fitting_advice
+from surgery.costs.searching import skill_passes
 from surgery.errors import UserError
 from surgery.evaluation.bench import measure
 from surgery.jobs.output_folder import Run
@@ -26,7 +27,7 @@ from surgery.loading.digests import model_digest
 from surgery.loading.opened import Checkpoint
 from surgery.locating import prefilter
 from surgery.locating.locate import rank
-from surgery.locating.passes import passes, skill_passes
+from surgery.locating.passes import passes
 from surgery.locating.questions import question_sets
 from surgery.locating.recording import Walk
 from surgery.locating.skill_scores import skill_sets
@@ -39,7 +40,6 @@ from surgery.runtime import memory
 from surgery.runtime.ownership import writing
 from surgery.runtime.timing import Stopwatch, slowed
 from surgery.splicing.splice import adopt, graft_parameters, splice
-from surgery.tuning import rehearsal
 from surgery.tuning.loop import started_run, tune
 from surgery.tuning.micro_batches import MicroBatches
 from tests.conftest import BASES, names, random_base

@@ -22,6 +22,7 @@ from transformers import (
 )
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
+from surgery.costs import rehearsal
 from surgery.errors import UserError
 from surgery.families.mamba2 import Mamba2HybridConfig, Mamba2HybridForCausalLM
 from surgery.kernels.dispatch import use
@@ -35,7 +36,7 @@ from surgery.probes.kv import KVRetrieval
 from surgery.records.plan import Plan
 from surgery.records.recipe import EarlyStopping, Lesson, Lora, Tune
 from surgery.splicing.splice import adopt, graft_parameters, splice
-from surgery.tuning import rehearsal, steps
+from surgery.tuning import steps
 from surgery.tuning.loop import tune
 from surgery.tuning.trainable import trainable, training
 from tests.conftest import BASES, VOCABULARY, but_slow, random_base, random_selective, subject

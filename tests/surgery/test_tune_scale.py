@@ -19,6 +19,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
+from surgery.costs.rehearsal import rehearse
 from surgery.errors import UserError
 from surgery.exporting.export import export
 from surgery.records.plan import Plan
@@ -30,7 +31,6 @@ from surgery.tuning import state, steps, trackers
 from surgery.tuning.batches import loaders
 from surgery.tuning.distil import Distillation
 from surgery.tuning.loop import tune
-from surgery.tuning.rehearsal import rehearse
 from tests.conftest import VOCABULARY, float64, random_base
 
 DISTIL = Tune(
