@@ -28,7 +28,7 @@ from transformers import (
 )
 
 from surgery.hybrids.llamba import LlambaForCausalLM
-from surgery.loading.original import original_config
+from surgery.serving.original_config import original_config
 from surgery.world.tokenizer import _corpus
 from tools.published import published
 

@@ -14,7 +14,8 @@ from safetensors.torch import save_file
 from transformers import Mamba2Config, Mamba2ForCausalLM, MambaConfig, MambaForCausalLM
 
 from surgery.errors import UserError
-from surgery.loading.original import is_original, load_original, original_config
+from surgery.serving.original_config import original_config
+from surgery.serving.readers.mamba_ssm import load_folder, reads
 
 IDS = torch.arange(2 * 19).view(2, 19) * 7 % 41
 
@@ -132,7 +133,7 @@ def write(folder, config, state, kind="bin"):
 
 def refused(folder, config, *words):
     with pytest.raises(UserError) as caught:
-        load_original(folder, config)
+        load_folder(folder, config)
     says(caught.value, words)
 
 
@@ -149,7 +150,7 @@ def says(error, words):
 
 def becomes(folder, config, base):
     """Load a folder that was written from `base`: the same class, type of numbers, tie and logits, ready to be trained."""
-    model, dtype = load_original(folder, config), base.lm_head.weight.dtype
+    model, dtype = load_folder(folder, config), base.lm_head.weight.dtype
     assert type(model) is type(base)
     assert not model.training
     assert {p.dtype for p in model.parameters()} == {dtype} == {model.config.dtype}
@@ -170,7 +171,7 @@ def same_logits(model, other):
 def agrees(folder, config, state, scan, bound):
     """The folder's logits are those of the equations in float64. The bound is for fp32 rounding, logits reach 10; a tensor or a
     field in the wrong place costs more than 1."""
-    model = load_original(folder, write(folder, config, state))
+    model = load_folder(folder, write(folder, config, state))
     exact = reference_logits({name: tensor.double() for name, tensor in state.items()}, config, IDS, scan)
     torch.testing.assert_close(model(IDS).logits.double(), exact, atol=bound, rtol=0)
     return model
@@ -243,16 +244,16 @@ def test_the_real_configurations():
                    "time_step_limit": (0.0, math.inf)},
     }  # fmt: skip
     for name, of in GENERATIONS.items():
-        assert is_original(of.real)
+        assert reads(of.real)
         config = original_config(of.real)
         assert type(config) is of.config
         assert {field: getattr(config, field) for field in expected | own[name]} == expected | own[name]
 
 
-def test_is_original_needs_both_fields_and_no_model_type():
-    assert not is_original(Mamba2Config().to_dict())
-    assert not is_original({**REAL2, "model_type": "mamba2"})
-    assert not is_original({"d_model": 768})
+def test_an_original_folder_needs_both_fields_and_no_model_type():
+    assert not reads(Mamba2Config().to_dict())
+    assert not reads({**REAL2, "model_type": "mamba2"})
+    assert not reads({"d_model": 768})
 
 
 LEAST = {"d_model": 768, "n_layer": 24, "vocab_size": 50277}
@@ -328,14 +329,14 @@ def test_mixed_dtypes_become_the_one_that_holds_all(tmp_path, of):
     state = state_of(stock(of, torch.bfloat16))
     for name in [name for name in state if name.endswith((".A_log", ".D"))]:
         state[name] = state[name].float() / 3  # mamba_ssm keeps them in fp32 whatever the model's dtype
-    model = load_original(tmp_path, write(tmp_path, of.tiny, state))
+    model = load_folder(tmp_path, write(tmp_path, of.tiny, state))
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert all(torch.equal(state_of(model)[name], tensor.float()) for name, tensor in state.items())
 
 
 def test_the_model_survives_transformers_own_format(tmp_path, of):
     ssm, fields = ({"dt_rank": 3}, {"time_step_rank": 3}) if of is MAMBA1 else ({"ngroups": 2}, {"n_groups": 2})
-    model = load_original(tmp_path, write(tmp_path, tiny(of, **ssm), state_of(stock(of, torch.bfloat16, **fields))))
+    model = load_folder(tmp_path, write(tmp_path, tiny(of, **ssm), state_of(stock(of, torch.bfloat16, **fields))))
     model.save_pretrained(tmp_path / "again")
     same_logits(type(model).from_pretrained(tmp_path / "again", dtype="auto"), model)
 
@@ -407,9 +408,9 @@ def test_heads_and_ties(tmp_path, of):
     state = state_of(stock(of, tie_word_embeddings=False))
     refused(tmp_path, write(tmp_path, of.tiny, state), "lm_head.weight", "tie_embeddings")
     state["lm_head.weight"] = state["backbone.embedding.weight"].clone()  # equal is as good as shared
-    load_original(tmp_path, write(tmp_path, of.tiny, state))
+    load_folder(tmp_path, write(tmp_path, of.tiny, state))
     del state["lm_head.weight"]
-    load_original(tmp_path, write(tmp_path, of.tiny, state))
+    load_folder(tmp_path, write(tmp_path, of.tiny, state))
     refused(tmp_path, write(tmp_path, {**of.tiny, "tie_embeddings": False}, state), "lm_head.weight", "missing")
 
 

@@ -10,8 +10,9 @@ import surgery
 from surgery.errors import UserError
 from surgery.families.mamba import MambaHybridForCausalLM
 from surgery.families.mamba2 import Mamba2HybridForCausalLM
-from surgery.loading.original import load_original, original_config
 from surgery.models.anatomy import anatomy
+from surgery.serving.original_config import original_config
+from surgery.serving.readers.mamba_ssm import load_folder
 from surgery.world.tokenizer import build_tokenizer
 from tests.test_original import (
     GENERATIONS,
@@ -101,7 +102,7 @@ def test_logits_agree_with_the_loops(tmp_path, variant, layer):
 @torch.no_grad()
 def test_several_attention_layers_token_by_token(tmp_path, layer):
     config, state = folder_of(layer, layers=4, where=(3, 0))
-    model = load_original(tmp_path, write(tmp_path, config, state))
+    model = load_folder(tmp_path, write(tmp_path, config, state))
     exact = reference_logits({n: t.double() for n, t in state.items()}, config, IDS, GENERATIONS[layer].scan)
     cache, pieces = None, []
     for piece in IDS.split([7, 1, 1, 10], dim=1):
@@ -116,7 +117,7 @@ def test_several_attention_layers_token_by_token(tmp_path, layer):
 def test_it_is_mapped_and_survives_transformers_own_format(tmp_path, kind):
     """Queries, keys and values are views of one tensor of the file: nothing is copied, and nothing is saved twice."""
     config, state = folder_of("Mamba2")
-    model = load_original(tmp_path, write(tmp_path, config, state, kind))
+    model = load_folder(tmp_path, write(tmp_path, config, state, kind))
     graft = model.backbone.layers[1].mixer.graft
     assert graft.k_proj.weight.data_ptr() == graft.q_proj.weight.data_ptr() + 4 * graft.q_proj.weight.numel()
     before = [file.read_bytes() for file in sorted(tmp_path.iterdir())]
@@ -141,7 +142,7 @@ def test_special_tokens_of_a_folder_that_names_them(tmp_path):
     config, state = folder_of("Mamba2")
     write(tmp_path, config, state)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 6], "pad_token_id": 3}))
-    model = load_original(tmp_path, config)
+    model = load_folder(tmp_path, config)
     assert (model.config.bos_token_id, model.config.eos_token_id, model.config.pad_token_id) == (None, [5, 6], 3)
     assert model.generation_config.eos_token_id == [5, 6]
     (tmp_path / "generation_config.json").write_text("{")

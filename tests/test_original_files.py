@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch.profiler import ProfilerActivity, profile
 
-from surgery.loading.original import load_original
+from surgery.serving.readers.mamba_ssm import load_folder
 from tests.test_original import MAMBA1, Evil, becomes, refused, state_of, write
 from tests.test_original import stock as stock_of
 
@@ -64,7 +64,7 @@ def test_order_of_preference(tmp_path):
         return {**state, "backbone.norm_f.weight": torch.full((20,), value)}
 
     def loaded():
-        return load_original(tmp_path, TINY).backbone.norm_f.weight[0].item()
+        return load_folder(tmp_path, TINY).backbone.norm_f.weight[0].item()
 
     shard(tmp_path, TINY, marked(4.0), "bin")
     assert loaded() == 4.0
@@ -145,7 +145,7 @@ def test_heads_in_two_shards_must_agree_when_tied(tmp_path):
     shard(tmp_path, TINY, state)
     holders = index_of(tmp_path)[1]["weight_map"]
     assert holders[EMBEDDING] != holders[HEAD]
-    model = load_original(tmp_path, TINY)
+    model = load_folder(tmp_path, TINY)
     assert model.lm_head.weight is model.backbone.embeddings.weight
     refused(tmp_path, shard(tmp_path, TINY, {**state, HEAD: state[HEAD] + 1}), HEAD, "tie_embeddings")
 
@@ -178,7 +178,7 @@ def peak_bytes(folder, dtype):
     """The most bytes of tensors that live at one time while the folder is loaded. A mapped file counts in full."""
     gc.collect()  # else the memory of an earlier model may be freed, and subtracted, meanwhile
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        load_original(folder, WIDE, dtype)
+        load_folder(folder, WIDE, dtype)
     assert profiler.profiler is not None
     events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
     live = peak = 0
@@ -193,7 +193,7 @@ def peak_bytes(folder, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_tensors_are_mapped_from_their_file(tmp_path, form, dtype):
     write_form(tmp_path, form, state_of(wide(dtype)))
-    model = load_original(tmp_path, WIDE)
+    model = load_folder(tmp_path, WIDE)
     ranges = list(mappings(tmp_path))
     assert {p.dtype for p in model.parameters()} == {dtype}
     for name, p in model.named_parameters():
@@ -203,7 +203,7 @@ def test_tensors_are_mapped_from_their_file(tmp_path, form, dtype):
 @pytest.mark.parametrize("form", FORMS)
 def test_conversion_while_loading(tmp_path, form):
     size = write_form(tmp_path, form, state_of(wide()))
-    model = load_original(tmp_path, WIDE, torch.bfloat16)
+    model = load_folder(tmp_path, WIDE, torch.bfloat16)
     assert model.config.dtype == torch.bfloat16
     assert model.lm_head.weight is model.backbone.embeddings.weight
     converted = wide().to(torch.bfloat16).state_dict()
@@ -228,14 +228,14 @@ def test_conversion_upwards_and_of_mixed_files(tmp_path):
     state["backbone.layers.0.mixer.D"] = torch.full((40,), 1 / 3)
     config = write(tmp_path, TINY, state)
     for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
-        loaded = state_of(load_original(tmp_path, config, dtype))
+        loaded = state_of(load_folder(tmp_path, config, dtype))
         assert all(torch.equal(loaded[name], tensor.to(dtype)) for name, tensor in state.items())
 
 
 def test_conversion_of_shared_untied_weights(tmp_path):
     config = write(tmp_path, {**TINY, "tie_embeddings": False}, state_of(stock()))
     for dtype in (None, torch.bfloat16):
-        model = load_original(tmp_path, config, dtype)
+        model = load_folder(tmp_path, config, dtype)
         assert model.lm_head.weight.data_ptr() != model.backbone.embeddings.weight.data_ptr()
         assert torch.equal(model.lm_head.weight, model.backbone.embeddings.weight)
 
@@ -244,7 +244,7 @@ def test_conversion_of_shared_untied_weights(tmp_path):
 def test_changing_the_model_leaves_the_files_alone(tmp_path, form):
     write_form(tmp_path, form, state_of(wide()))
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
-    model = load_original(tmp_path, WIDE)
+    model = load_folder(tmp_path, WIDE)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()

@@ -18,9 +18,9 @@ from surgery.errors import UserError
 from surgery.evaluation import suites
 from surgery.evaluation.harness import TASKS
 from surgery.exporting.export import export
-from surgery.loading.original import original_config
 from surgery.records.plan import Plan
 from surgery.records.recipe import Bench, Data
+from surgery.serving.original_config import original_config
 from surgery.splicing.splice import splice
 from tests.conftest import SAME, but_slow, float64
 from tests.published_models import DTYPES, LAYOUTS, PUBLISHED, TOKENIZERS, PublishedModel, original, stock

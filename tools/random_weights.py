@@ -21,8 +21,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from surgery.families import register
-from surgery.loading.original import original_names
-from surgery.loading.original_config import original_config
+from surgery.serving.original_config import original_config
+from surgery.serving.readers.mamba_ssm import original_names
 from surgery.world.tokenizer import build_tokenizer
 from tools.published import is_original
 

@@ -1,1 +1,1 @@
-"""Reads checkpoints: Hugging Face folders, original state-spaces folders, hybrids and patches; and their digests."""
+"""Reads checkpoints: Hugging Face folders and those in other layouts, hybrids and patches; and their digests."""

@@ -1,4 +1,4 @@
-"""A base model and its tokenizer out of a folder or the Hub: as transformers has them, or an original state-spaces folder."""
+"""A base model and its tokenizer out of a folder or the Hub: as transformers has them, or in another layout (readers.py)."""
 
 from pathlib import Path
 from typing import Any
@@ -11,16 +11,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from surgery.errors import UserError
 from surgery.families import families, family_of
 from surgery.loading.hub import local_folder, one_line, why_not_fetched
-from surgery.loading.original import is_original, load_original
+from surgery.loading.readers import reader_of
 from surgery.loading.streamed import mapped
 from surgery.models.tokens import prompting
 from surgery.records.names import on_hub
 from surgery.records.plan import PATCH
 from surgery.records.reading import parse_json, shown
 from surgery.records.record import read_text
-
-# The tokenizer of the state-spaces models, which their folders do not hold.
-ORIGINAL_TOKENIZER = "EleutherAI/gpt-neox-20b"
 
 # What a folder that holds a tokenizer holds, some of it at least.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
@@ -68,11 +65,12 @@ def read_tokenizer(source: str | Path, trust_remote_code: bool) -> PreTrainedTok
 def open_folder(folder: Path, dtype: torch.dtype | None, device: str, trust_remote_code: bool = False) -> PreTrainedModel:
     """The model in a folder that holds a whole one. dtype: None for the one that it is stored in. Where no device holds it
     (DISK), or several do (BALANCED), it lies there; else on the CPU. Whatever a damaged file raises is raised."""
-    if not is_original(config := content_of(folder / "config.json")):
+    content = content_of(folder / "config.json")
+    if (reader := reader_of(content)) is None:
         return _load_transformers(folder, dtype, device, trust_remote_code)
-    check_depth(folder / "config.json", config.get("n_layer"))
-    model = load_original(folder, config, dtype)
-    return mapped(model, lambda: load_original(folder, config, dtype).state_dict()) if device == DISK else model
+    check_depth(folder / "config.json", content.get(reader.LAYERS))
+    model = reader.load_folder(folder, content, dtype)
+    return mapped(model, lambda: reader.load_folder(folder, content, dtype).state_dict()) if device == DISK else model
 
 
 def spread(model: PreTrainedModel, name: str) -> None:
@@ -103,8 +101,8 @@ def tokenizer_source(folder: Path) -> Path | str:
     """Where the tokenizer of a model's folder is."""
     if holds_tokenizer(folder):
         return folder
-    if is_original(content_of(folder / "config.json")):
-        return ORIGINAL_TOKENIZER
+    if (reader := reader_of(content_of(folder / "config.json"))) is not None:
+        return reader.TOKENIZER
     raise UserError(f"{folder} holds no tokenizer: say where one is (tokenizer: in a recipe, or --set tokenizer=...)")
 
 

@@ -11,24 +11,23 @@ from surgery.errors import UserError
 from surgery.families import register
 from surgery.loading.checkpoint import check_depth, content_of
 from surgery.loading.hub import CONFIGURATION, local_folder, one_line
-from surgery.loading.original import is_original
-from surgery.loading.original_config import original_config
+from surgery.loading.readers import reader_of
 from surgery.records.reading import shown
 
 
 def load_empty(name: str) -> PreTrainedModel:
-    """A language model without values, by its Hub id, its folder, or its original folder. Of the Hub, the configuration alone
+    """A language model without values, by its Hub id, or its folder. Of the Hub, the configuration alone
     is fetched. Raises UserError in one line if that cannot be."""
     folder = local_folder(name, patterns=CONFIGURATION)
     return empty_model(read_config(folder), name)
 
 
 def read_config(folder: Path, trust_remote_code: bool = False) -> PreTrainedConfig:
-    """The configuration in a folder, of an original one as transformers has it. Raises UserError in one line for what is no
+    """The configuration in a folder, as transformers has it. Raises UserError in one line for what is no
     model's, and for a model that only code of its own could read, unless that may run."""
     content = content_of(folder / "config.json")
-    if is_original(content):
-        return original_config(content)
+    if (reader := reader_of(content)) is not None:
+        return reader.config_of(content)
     register()
     model_type, own_code = content.get("model_type"), "auto_map" in content
     if not isinstance(model_type, str):

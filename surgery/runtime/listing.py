@@ -1,5 +1,5 @@
-"""What is found by listing the packages of one name: families, probes, formats, engines and ways of choosing, in whichever
-package they lie. So the core imports nothing else of what stands around it."""
+"""What is found by listing the packages of one name: families, probes, formats, readers, engines and ways of choosing, in
+whichever package they lie. So the core imports nothing else of what stands around it."""
 
 import pkgutil
 from importlib import import_module

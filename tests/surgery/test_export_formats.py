@@ -18,10 +18,10 @@ from surgery.exporting.tolerance import tolerance
 from surgery.exporting.verify import difference
 from surgery.families import family_of
 from surgery.hybrids.layer_graft import layer_spec
-from surgery.loading.original import load_original
 from surgery.models.answers import LENGTHS, answers
 from surgery.records.plan import Plan
 from surgery.serving.formats import mamba_ssm, nemotron_h
+from surgery.serving.readers.mamba_ssm import load_folder
 from surgery.splicing.splice import adopt, splice
 from surgery.world.tokenizer import build_tokenizer
 from tests.conftest import BASES, random_base
@@ -158,7 +158,7 @@ def test_nemotron_h_in_16_bits_has_the_same_weights_or_none(tmp_path):
 def test_mamba_ssm_and_back_is_the_same_bit_for_bit(name, tmp_path):
     hybrid = hybrid_of(name)
     written(mamba_ssm, hybrid, tmp_path)
-    again = adopt(load_original(tmp_path, json.loads((tmp_path / "config.json").read_text()))).state_dict()
+    again = adopt(load_folder(tmp_path, json.loads((tmp_path / "config.json").read_text()))).state_dict()
     assert again.keys() == hybrid.state_dict().keys()
     assert all(torch.equal(again[name], tensor) for name, tensor in hybrid.state_dict().items())
 
@@ -182,7 +182,7 @@ def test_an_original_folder_with_attention_comes_back_as_it_was(layer, tmp_path)
     config, state = folder_of(layer, softmax_scale=0.5, rotary_emb_base=100.0, num_heads=4, num_heads_kv=2)
     for folder in ("first", "second"):
         (tmp_path / folder).mkdir()
-    model = load_original(tmp_path / "first", write(tmp_path / "first", config, state))
+    model = load_folder(tmp_path / "first", write(tmp_path / "first", config, state))
     written(mamba_ssm, model, tmp_path / "second")
     again = torch.load(tmp_path / "second" / "pytorch_model.bin", weights_only=True)
     assert again.keys() == state.keys()

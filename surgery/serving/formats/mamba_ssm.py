@@ -1,7 +1,7 @@
 """The original state-spaces folder, which the package mamba_ssm reads; for Mamba-1 and Mamba-2, with layer grafts or none.
 
-It is what original.py reads, written by the same table of names, so that surgery.load gives the hybrid back bit for bit. What
-the configuration cannot say is found by reading it back: any field that differs then is refused by name.
+It is what readers/mamba_ssm.py reads, written by the same table of names, so that surgery.load gives the hybrid back bit for
+bit. What the configuration cannot say is found by reading it back: any field that differs then is refused by name.
 
 The weights are a pickle because mamba_ssm reads nothing else. It holds tensors only, and is read as such.
 
@@ -26,11 +26,11 @@ from surgery.families.inert import entry_of
 from surgery.hybrids.layer_graft import is_layer_graft
 from surgery.hybrids.spliced import without_code
 from surgery.hybrids.windows import is_window
-from surgery.loading.original import original_names
-from surgery.loading.original_config import original_config
 from surgery.loading.streamed import Live
 from surgery.records.plan import Plan
 from surgery.runtime.ownership import reason
+from surgery.serving.original_config import original_config
+from surgery.serving.readers.mamba_ssm import original_names
 
 USE = """\
 from mamba_ssm import MambaLMHeadModel

@@ -1,9 +1,9 @@
 """Reads original state-spaces folders (state-spaces/mamba-130m, state-spaces/mamba2-130m and their kin) into the stock
 transformers classes, and those with attention layers (state-spaces/mamba2attn-2.7b) into hybrids.
 
-Such a folder holds the arguments of mamba_ssm's own classes in config.json (original_config.py reads them), and tensors
-(original_files.py). The tensors are the same in both worlds; the embedding's name differs, and an attention layer holds its
-queries, keys and values in one.
+Such a folder holds the arguments of mamba_ssm's own classes in config.json (serving/original_config.py reads them), and
+tensors (serving/original_files.py). The tensors are the same in both worlds; the embedding's name differs, and an attention
+layer holds its queries, keys and values in one.
 """
 
 import re
@@ -14,8 +14,11 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from surgery.errors import UserError
-from surgery.loading.original_config import original_config
-from surgery.loading.original_files import read_weights
+from surgery.serving.original_config import original_config
+from surgery.serving.original_files import read_weights
+
+LAYERS = "n_layer"
+TOKENIZER = "EleutherAI/gpt-neox-20b"  # of the state-spaces models, whose folders do not hold it
 
 # What mamba_ssm's MHA calls the projections of a layer graft.
 GRAFT = {"q_proj": "in_proj", "k_proj": "in_proj", "v_proj": "in_proj", "o_proj": "out_proj", "qkv_conv": "conv1d"}
@@ -25,9 +28,12 @@ GENERATION = "generation_config.json"
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def is_original(config: dict[str, Any]) -> bool:
+def reads(content: dict[str, Any]) -> bool:
     """Whether the content of a config.json looks like the original layout and not like transformers'."""
-    return "d_model" in config and "n_layer" in config and "model_type" not in config
+    return "d_model" in content and LAYERS in content and "model_type" not in content
+
+
+config_of = original_config
 
 
 def original_names(model: PreTrainedModel) -> dict[str, list[str]]:
@@ -39,11 +45,11 @@ def original_names(model: PreTrainedModel) -> dict[str, list[str]]:
     return names
 
 
-def load_original(folder: Path, config: dict[str, Any], dtype: torch.dtype | None = None) -> PreTrainedModel:
+def load_folder(folder: Path, content: dict[str, Any], dtype: torch.dtype | None = None) -> PreTrainedModel:
     """The model of an original folder, in eval mode on the CPU.
 
     folder: holds the weights as safetensors, which are preferred, or as a pickle, in one file or in shards with an index.
-    config: the content of its config.json. dtype: what the weights become; None keeps theirs, and if the files mix several, all
+    content: of its config.json. dtype: what the weights become; None keeps theirs, and if the files mix several, all
     get the smallest that holds each of them exactly. The logits are (batch, length, padded vocabulary): ids from the config's
     `vocab_size` on have rows that were never trained, and are kept.
 
@@ -55,7 +61,7 @@ def load_original(folder: Path, config: dict[str, Any], dtype: torch.dtype | Non
     Raises UserError in one line if the config is not handled, if a file is damaged or holds anything but tensors, and for the
     first tensor that is missing, unexpected, of a wrong shape, or of a dtype that is not a float of 16 or 32 bits.
     """
-    model_config = original_config(config)
+    model_config = original_config(content)
     path, state = read_weights(folder)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(model_config)

@@ -1,0 +1,1 @@
+"""Folders in other layouts than transformers': surgery/loading/readers.py finds what reads them, and says what that is."""
