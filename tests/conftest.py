@@ -33,8 +33,9 @@ from transformers import (
 )
 
 from surgery.hybrids.llamba import LlambaConfig, LlambaForCausalLM
-from surgery.runtime import ownership, plotting
-from surgery.runtime.ownership import put
+from surgery.runtime import plotting
+from surgery.runtime.ownership.files import put
+from surgery.runtime.ownership.folder import RECORD
 from surgery.world.tokenizer import build_tokenizer
 from tools.double import float64
 
@@ -71,7 +72,7 @@ def random_base(**changes) -> Mamba2ForCausalLM:
 
 def names(folder):
     """What lies in a folder, but for the records of what is ours."""
-    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.name != ownership.RECORD)
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.name != RECORD)
 
 
 def subject(model: PreTrainedModel):

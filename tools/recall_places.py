@@ -37,7 +37,7 @@ from surgery.records.plan import Plan
 from surgery.records.recipe import Lora, Recipe, changed, read_recipe
 from surgery.records.record import Environment, Record, Sealed, environment
 from surgery.records.site import Site
-from surgery.runtime.ownership import writing
+from surgery.runtime.ownership.files import writing
 from surgery.runtime.progress import say
 from surgery.splicing.splice import adopt, splice
 from surgery.statistics import Estimate, OverDocuments, mean, over_documents, shares

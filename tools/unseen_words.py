@@ -27,7 +27,7 @@ from surgery.probes.question import Question, with_spans
 from surgery.probes.scoring import answer
 from surgery.records.recipe import Data, Lesson, Lora, Tune
 from surgery.records.record import Environment, Sealed, environment
-from surgery.runtime.ownership import writing
+from surgery.runtime.ownership.files import writing
 from surgery.runtime.progress import say
 from surgery.splicing.splice import splice
 from surgery.statistics import Proportion, share_right

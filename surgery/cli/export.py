@@ -62,7 +62,7 @@ def export(
     from surgery.exporting.source import base_of, is_patch
     from surgery.jobs.opening import open_checkpoint
     from surgery.loading.digests import identify
-    from surgery.runtime.ownership import check_free
+    from surgery.runtime.ownership.files import check_free
     from surgery.splicing.load import plan_of
     from surgery.splicing.remembered import PLAN
 

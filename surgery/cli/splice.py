@@ -46,7 +46,7 @@ def splice(
     from surgery.exporting.export import export
     from surgery.jobs.opening import as_ranked, open_base, open_donor
     from surgery.records.plan import Plan
-    from surgery.runtime.ownership import check_free
+    from surgery.runtime.ownership.files import check_free
     from surgery.splicing import splice as splicing
 
     check_way(verify)

@@ -28,7 +28,7 @@ from surgery.models.anatomy import anatomy, mixer_at
 from surgery.records.names import display_name
 from surgery.records.recipe import Recipe, read_recipe, recipe_from, with_settings
 from surgery.records.record import read_text, write_text
-from surgery.runtime.ownership import writing
+from surgery.runtime.ownership.files import writing
 from surgery.runtime.progress import busy, say
 
 HELD_OUT = 10  # of a text, the last part of so many is measured on

@@ -18,7 +18,7 @@ from surgery.jobs.stages import first_change
 from surgery.jobs.tuning_stage import steps_of, tuned
 from surgery.loading.digests import model_digest
 from surgery.records.recipe import Recipe
-from surgery.runtime.ownership import check_free
+from surgery.runtime.ownership.files import check_free
 from surgery.runtime.processes import on_main
 from surgery.runtime.progress import busy, say
 from surgery.splicing.load import plan_of

@@ -1,7 +1,7 @@
 """How every export becomes a folder: written beside its destination, read back in a fresh process and compared with the live
 model, described, and only then moved into place.
 
-Killed at any moment it leaves, under the name that was asked for, the previous folder or the new one (runtime/ownership.py).
+Killed at any moment it leaves, under the name that was asked for, the previous folder or the new one (runtime/ownership).
 Against a power cut, which may lose what the system had not yet put on the disk, nothing is done.
 """
 
@@ -29,8 +29,10 @@ from surgery.records.names import strip_paths
 from surgery.records.plan import PLAN, Plan, published
 from surgery.records.recipe import Recipe
 from surgery.records.record import Environment, Sealed, environment
-from surgery.runtime import ownership
-from surgery.runtime.ownership import building, check_free, reason
+from surgery.runtime.ownership import folder as owned
+from surgery.runtime.ownership.complaints import reason
+from surgery.runtime.ownership.files import check_free
+from surgery.runtime.ownership.replacing import building
 from surgery.runtime.progress import busy, say
 from surgery.splicing.remembered import EXPORT as RECORD
 from surgery.splicing.splice import graft_parameters
@@ -127,7 +129,7 @@ def digests(folder: Path) -> dict[str, str]:
     present = {}
     for file in sorted(folder.rglob("*")):
         name = file.relative_to(folder).as_posix()
-        if name not in (RECORD, CARD, ownership.RECORD) and not file.is_dir():
+        if name not in (RECORD, CARD, owned.RECORD) and not file.is_dir():
             present[name] = file_digest(file) if file.exists() else ""
     return present
 

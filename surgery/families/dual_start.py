@@ -29,7 +29,8 @@ from surgery.hybrids.spliced import Spliced
 from surgery.models.anatomy import blocks_of
 from surgery.records.plan import Plan
 from surgery.records.site import Site
-from surgery.runtime.ownership import building, reason
+from surgery.runtime.ownership.complaints import reason
+from surgery.runtime.ownership.replacing import building
 
 # Fields that only a hybrid's configuration has, or whose values differ from its base's.
 OWN = ("model_type", "architectures", "grafts", "auto_map")

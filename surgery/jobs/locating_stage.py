@@ -16,7 +16,7 @@ from surgery.locating.ranking import Ranking
 from surgery.locating.subject import Subject
 from surgery.records.names import strip_paths
 from surgery.records.recipe import Locate, Recipe
-from surgery.runtime.ownership import tidy
+from surgery.runtime.ownership.files import tidy
 from surgery.runtime.processes import on_main
 from surgery.runtime.progress import busy, say
 

@@ -1,5 +1,5 @@
 """The output folder of a verb that keeps a run. What an earlier run left in it is never overwritten unasked: --resume goes on
-with it, --overwrite removes it first. What is not ours (runtime/ownership.py) stays in either case, and is named where it is in
+with it, --overwrite removes it first. What is not ours (runtime/ownership) stays in either case, and is named where it is in
 the way."""
 
 import os
@@ -15,8 +15,12 @@ from surgery.jobs.interruption import note_beginning
 from surgery.records.plan import PLAN
 from surgery.records.recipe import Recipe, read_recipe
 from surgery.records.record import Record, toolkit, write_text
-from surgery.runtime import ownership
-from surgery.runtime.ownership import OwnedFolder, check_free, enter, refuse, saying, withdraw
+from surgery.runtime.ownership import files
+from surgery.runtime.ownership.complaints import refuse, saying
+from surgery.runtime.ownership.files import check_free, enter, withdraw
+from surgery.runtime.ownership.folder import OwnedFolder
+from surgery.runtime.ownership.replacing import sweep
+from surgery.runtime.ownership.steps import real
 from surgery.runtime.processes import is_main, on_main
 
 RECIPE, RUN = "recipe.yaml", "run.json"
@@ -74,7 +78,7 @@ def check_folder(out: Path, verb: str, *, resume: bool = False, overwrite: bool 
     if is_empty(out):
         return
     with saying(out):
-        folder = OwnedFolder.of(_real(out))
+        folder = OwnedFolder.of(real(out))
         if folder is None or RUN not in folder.files:
             raise UserError(f"{out} exists and is no earlier run of this toolkit; choose another --out")
         names = {path: path.relative_to(folder.root).as_posix() for path in folder.survey().foreign}
@@ -115,7 +119,7 @@ def _begin(out: Path, verb: str, recipe: Recipe, *, resume: bool, overwrite: boo
     if empty and folder.created is None:  # but for what a killed writer has left
         folder.created = []
     with saying(out):
-        ownership.sweep(folder)
+        sweep(folder)
         if overwrite:
             clear(folder)
     note_beginning()
@@ -130,7 +134,7 @@ def withdrawn_if_refused(job: Callable[P, T]) -> Callable[P, T]:
 
     @wraps(job)
     def whole(*arguments: P.args, **options: P.kwargs) -> T:
-        with ownership.job() as folders:
+        with files.job() as folders:
             try:
                 return job(*arguments, **options)
             except Exception:
@@ -147,7 +151,7 @@ def is_empty(out: Path) -> bool:
     if not out.is_dir():
         raise UserError(f"cannot write {out}: it is no folder")
     with saying(out):
-        folder = OwnedFolder.of(_real(out))
+        folder = OwnedFolder.of(real(out))
         if folder is None:
             return not any(out.iterdir())
         return RUN not in folder.files and not any(not folder.left(path) for path in folder.survey().all())
@@ -162,10 +166,6 @@ def clear(folder: OwnedFolder) -> None:
             folder.tidy(path)
     for path in last:
         folder.tidy(path)
-
-
-def _real(out: Path) -> Path:
-    return Path(os.path.realpath(out))
 
 
 def _earlier(path: Path) -> Recipe | None:

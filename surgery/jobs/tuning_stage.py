@@ -12,7 +12,7 @@ from surgery.loading.opened import Checkpoint
 from surgery.records.plan import Plan
 from surgery.records.recipe import Recipe, Tune
 from surgery.records.record import Record
-from surgery.runtime.ownership import remove, writing
+from surgery.runtime.ownership.files import remove, writing
 from surgery.runtime.processes import on_main
 from surgery.runtime.progress import say
 from surgery.tuning.loop import tune

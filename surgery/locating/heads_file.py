@@ -18,7 +18,7 @@ from surgery.records.plan import Start
 from surgery.records.reading import read_content
 from surgery.records.record import Record
 from surgery.records.site import MOST
-from surgery.runtime.ownership import put
+from surgery.runtime.ownership.files import put
 from surgery.statistics import Intervals
 
 WHOLE = {"layer": int, "head": int, "kind": np.uint8, "role": np.uint8, "sign": np.int8}

@@ -22,7 +22,7 @@ from surgery.errors import UserError
 from surgery.models.answers import tensor_digest
 from surgery.probes.encoded import Encoded
 from surgery.runtime import processes
-from surgery.runtime.ownership import put
+from surgery.runtime.ownership.files import put
 
 Tensors = dict[str, Tensor]
 Key = Callable[[int], Any]  # of a batch's number: what its tensors depend on (JSON)

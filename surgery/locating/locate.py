@@ -31,7 +31,7 @@ from surgery.records.plan import Plan, Start
 from surgery.records.recipe import Data, Locate
 from surgery.records.record import provenance
 from surgery.records.site import Site
-from surgery.runtime.ownership import writing
+from surgery.runtime.ownership.files import writing
 from surgery.splicing.splice import check_start
 from surgery.statistics import LEVEL, mean, means
 

@@ -14,7 +14,7 @@ from surgery.locating.skill_scores import SkillScores
 from surgery.locating.stability import Stability
 from surgery.records.record import Provenance, Sealed
 from surgery.records.site import Site, SiteText
-from surgery.runtime.ownership import put
+from surgery.runtime.ownership.files import put
 from surgery.statistics import Estimate, Proportion
 
 LISTED = 1_000  # heads in ranking.json, where there are more than MANY, and arrays beside it

@@ -31,7 +31,8 @@ from surgery.pretraining.recipe import CorpusOptions
 from surgery.probes.hits import PairCounts
 from surgery.records.reading import PLAIN_TEXT, check_plain, files_below, parse_json
 from surgery.records.record import read_text
-from surgery.runtime.ownership import building, reason
+from surgery.runtime.ownership.complaints import reason
+from surgery.runtime.ownership.replacing import building
 from surgery.runtime.progress import Track, busy
 from surgery.tuning.leaks import TOLERATED, CheckedText
 from surgery.tuning.renaming import Renaming

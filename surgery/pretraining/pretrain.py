@@ -32,7 +32,9 @@ from surgery.pretraining.lessons import batches_of_all_kinds
 from surgery.pretraining.measuring import measure
 from surgery.pretraining.recipe import CorpusOptions, PretrainRecipe, read_pretrain_recipe
 from surgery.pretraining.training import train
-from surgery.runtime.ownership import building, check_free, reason, writing
+from surgery.runtime.ownership.complaints import reason
+from surgery.runtime.ownership.files import check_free, writing
+from surgery.runtime.ownership.replacing import building
 from surgery.splicing.load import load
 from surgery.splicing.splice import adopt, unsplice
 from surgery.tuning.state import differences

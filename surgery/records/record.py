@@ -16,7 +16,8 @@ import pydantic
 from surgery.errors import UserError
 from surgery.records.names import display_name, strip_paths
 from surgery.records.reading import parse_json, read_content
-from surgery.runtime.ownership import put, refuse
+from surgery.runtime.ownership.complaints import refuse
+from surgery.runtime.ownership.files import put
 
 PACKAGES = ("torch", "transformers", "accelerate", "safetensors", "numpy", "scipy", "tokenizers", "peft")
 # Optional ones, named where they are in use: module -> distribution.
@@ -67,7 +68,7 @@ class Record(pydantic.BaseModel):
         return self.model_dump_json(indent=2) + "\n"
 
     def write(self, path: str | Path) -> None:
-        """Write it. A file that is there is replaced only where it is ours (runtime/ownership.py). Raises UserError for any
+        """Write it. A file that is there is replaced only where it is ours (runtime/ownership). Raises UserError for any
         other."""
         write_text(path, self.text())
 

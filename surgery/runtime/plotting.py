@@ -10,7 +10,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from surgery.runtime.ownership import put
+from surgery.runtime.ownership.files import put
 
 # Okabe and Ito's palette, safe for colour-blind readers; the base is black.
 COLORS = {

@@ -41,7 +41,7 @@ from surgery.records.recipe import Recipe
 from surgery.records.sections.section import FACTOR, Steps
 from surgery.records.site import Site
 from surgery.runtime import plotting
-from surgery.runtime.ownership import put
+from surgery.runtime.ownership.files import put
 from surgery.runtime.progress import say
 from surgery.splicing.splice import adopt, splice, unsplice
 from surgery.statistics import Estimate, Proportion

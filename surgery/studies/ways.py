@@ -40,7 +40,7 @@ from surgery.records.plan import Plan
 from surgery.records.recipe import Recipe, changed
 from surgery.records.sections.section import Count
 from surgery.runtime import plotting
-from surgery.runtime.ownership import remove
+from surgery.runtime.ownership.files import remove
 from surgery.runtime.processes import on_main
 from surgery.runtime.progress import say
 from surgery.statistics import Estimate, Proportion, difference, mean, over_documents, proportion

@@ -18,7 +18,7 @@ from surgery.errors import UserError
 from surgery.loading.opened import Checkpoint, a_type, model_of, tokenizer_of
 from surgery.records.recipe import Data, Tune
 from surgery.runtime.memory import keep_apart
-from surgery.runtime.ownership import writing
+from surgery.runtime.ownership.files import writing
 from surgery.runtime.processes import state as processes
 from surgery.splicing.remembered import remembered_tokenizer
 from surgery.splicing.splice import adopt, stock

@@ -26,7 +26,9 @@ from surgery.hybrids.patching import hooked, note_of, set_note
 from surgery.models.quantised import has_quantised_weight
 from surgery.records.recipe import Lora
 from surgery.records.record import write_text
-from surgery.runtime.ownership import building, check_ours, reason
+from surgery.runtime.ownership.complaints import reason
+from surgery.runtime.ownership.files import check_ours
+from surgery.runtime.ownership.replacing import building
 from surgery.runtime.processes import is_main
 from surgery.runtime.progress import say
 from surgery.splicing.splice import added, graft_parameters

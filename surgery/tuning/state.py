@@ -28,7 +28,9 @@ from surgery.errors import UserError
 from surgery.loading.hub import one_line
 from surgery.records.reading import check_plain, parse_json
 from surgery.records.record import read_text
-from surgery.runtime.ownership import building, check_ours, governing, reason, refuse, remove
+from surgery.runtime.ownership.complaints import reason, refuse
+from surgery.runtime.ownership.files import check_ours, governing, remove
+from surgery.runtime.ownership.replacing import building
 from surgery.runtime.processes import on_main
 from surgery.runtime.progress import say
 from surgery.tuning.shards import load_optimizer_state, optimizer_state

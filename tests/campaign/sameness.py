@@ -14,7 +14,7 @@ from typing import Any
 from safetensors import SafetensorError
 from safetensors.numpy import load
 
-from surgery.runtime.ownership import RECORD
+from surgery.runtime.ownership.folder import RECORD
 
 # Fields of dates, times and memory, and what follows from them: the seal over all fields, and the digests of such files.
 TIMES = {"created", "timings", "cpu", "memory", "seal", "seconds", "cost", "speed"}

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from surgery.runtime.ownership import RECORD, OwnedFolder
+from surgery.runtime.ownership.folder import RECORD, OwnedFolder
 from tests.campaign.faults import Ended, Fault
 from tests.campaign.sameness import content
 

@@ -37,7 +37,7 @@ from surgery.models.pace import Pace, Piece, Work, forward_pace, paced
 from surgery.records.plan import Plan
 from surgery.records.recipe import Data, Locate, Tune, read_recipe
 from surgery.runtime import memory
-from surgery.runtime.ownership import writing
+from surgery.runtime.ownership.files import writing
 from surgery.runtime.timing import Stopwatch, slowed
 from surgery.splicing.splice import adopt, graft_parameters, splice
 from surgery.tuning.loop import started_run, tune

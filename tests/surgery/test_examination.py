@@ -15,7 +15,7 @@ from surgery.locating.subject import is_graftable
 from surgery.models.anatomy import anatomy
 from surgery.records.plan import PATCH, Plan
 from surgery.records.site import Site
-from surgery.runtime.ownership import RECORD as OWN
+from surgery.runtime.ownership.folder import RECORD as OWN
 from surgery.splicing.joining import Patch
 from surgery.splicing.splice import splice
 from tests.conftest import BASES, ROOT, TINY

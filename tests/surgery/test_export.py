@@ -22,7 +22,9 @@ from surgery.models.answers import LENGTHS, NEW
 from surgery.records.plan import Plan
 from surgery.records.recipe import Recipe
 from surgery.records.record import provenance
-from surgery.runtime import ownership
+from surgery.runtime.ownership import replacing
+from surgery.runtime.ownership import steps as system
+from surgery.runtime.ownership.folder import RECORD as OWN
 from surgery.splicing.splice import graft_parameters, splice
 from tests.conftest import VOCABULARY, random_base
 
@@ -119,10 +121,10 @@ def test_killed_at_any_step_leaves_the_old_folder_or_the_new(tmp_path, exchange,
     def contents(place):
         if not place.exists():
             return None
-        return {path.name: path.read_text() for path in place.iterdir() if path.name != ownership.RECORD}
+        return {path.name: path.read_text() for path in place.iterdir() if path.name != OWN}
 
     def build(place, files):
-        with ownership.building(place / "out") as new:
+        with replacing.building(place / "out") as new:
             with new.filling() as folder:
                 for name, text in files.items():
                     (folder / name).write_text(text)
@@ -133,7 +135,7 @@ def test_killed_at_any_step_leaves_the_old_folder_or_the_new(tmp_path, exchange,
     def move(steps, place):
         for name in ("rename", "rmdir", "unlink"):
             setattr(os, name, _counted(getattr(os, name), steps))
-        ownership._exchange = _counted(ownership._exchange, steps) if exchange else lambda *_: False
+        system.exchange = _counted(system.exchange, steps) if exchange else lambda *_: False
         build(place, new)
         os._exit(0)
 
@@ -145,7 +147,7 @@ def test_killed_at_any_step_leaves_the_old_folder_or_the_new(tmp_path, exchange,
         status = _in_child(move, steps, place)
         there = contents(place / "out")
         assert there in ((old, new) if earlier else (None, new)) or (there is None and not exchange), steps
-        ownership._sweep_beside(place / "out")
+        replacing._sweep_beside(place / "out")
         assert contents(place / "out") in ((old, new) if earlier else (None, new)), steps
         assert {path.name for path in place.iterdir()} <= {"out"}  # and clears up
         if status == 0:

@@ -30,7 +30,7 @@ from surgery.loading.streamed import Live, by_layers
 from surgery.models.answers import LENGTHS, READ, LockstepRunner, answers, tensor_digest, tensors
 from surgery.records.plan import Plan
 from surgery.records.recipe import Recipe
-from surgery.runtime.ownership import building
+from surgery.runtime.ownership.replacing import building
 from surgery.splicing.splice import splice
 from tests.conftest import VOCABULARY, random_selective
 from tests.surgery.test_export_proof import FAMILIES, HEADS, LAYER, base_of, hybrid_of

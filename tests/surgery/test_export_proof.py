@@ -23,7 +23,7 @@ from surgery.exporting.verify import OURS, compare, difference, in_float32
 from surgery.loading.checkpoint import load_base
 from surgery.models.answers import LENGTHS, NEW, answers, tensor_digest, tensors
 from surgery.records.plan import Plan
-from surgery.runtime.ownership import building
+from surgery.runtime.ownership.replacing import building
 from surgery.splicing.splice import graft_parameters, splice
 from tests.conftest import VOCABULARY, names, random_base, random_llamba, random_selective
 from tests.surgery.stock_bases import CONFIGURATIONS, plan_for

@@ -14,7 +14,8 @@ from surgery.pretraining.pretrain import check_place, pretrain
 from surgery.pretraining.recipe import read_pretrain_recipe
 from surgery.records.plan import Plan
 from surgery.records.recipe import Recipe
-from surgery.runtime.ownership import building, check_free
+from surgery.runtime.ownership.files import check_free
+from surgery.runtime.ownership.replacing import building
 
 
 def an_export(folder):

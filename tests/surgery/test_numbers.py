@@ -28,7 +28,7 @@ from surgery.records.names import display_name, strip_paths
 from surgery.records.plan import Plan
 from surgery.records.recipe import Bench, Lora, Recipe, Tune
 from surgery.records.record import code_digest, environment, provenance
-from surgery.runtime.ownership import put, writing
+from surgery.runtime.ownership.files import put, writing
 from surgery.splicing.splice import adopt, graft_parameters, splice
 from surgery.tuning.lora import adapted, adapters
 from surgery.world.tokenizer import build_tokenizer

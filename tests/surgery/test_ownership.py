@@ -17,8 +17,10 @@ from surgery.locating.heads import Heads
 from surgery.records.plan import Plan
 from surgery.records.recipe import Recipe
 from surgery.records.record import write_text
-from surgery.runtime import ownership
-from surgery.runtime.ownership import RECORD, OwnedFolder, building, check_free, put, remove, tidy, writing
+from surgery.runtime.ownership import folder, replacing, steps
+from surgery.runtime.ownership.files import check_free, job, put, remove, tidy, writing
+from surgery.runtime.ownership.folder import RECORD, OwnedFolder
+from surgery.runtime.ownership.replacing import building
 from surgery.runtime.plotting import drawing
 from tests.conftest import names
 
@@ -40,7 +42,7 @@ def system(request, monkeypatch):
     """The file system as it is here, and a poorer one."""
     if request.param != "system":
         monkeypatch.delattr(os, "O_TMPFILE", raising=False)
-        monkeypatch.setattr(ownership, "_exchange", lambda *_: False)
+        monkeypatch.setattr(steps, "exchange", lambda *_: False)
 
         def no_links(*_, **__):
             raise OSError(errno.EPERM, os.strerror(errno.EPERM))
@@ -67,16 +69,16 @@ def test_a_file_in_a_folder_of_ours_is_replaced_and_the_users_is_not(tmp_path, s
 
 def test_what_appears_between_the_look_and_the_swap_stays(tmp_path, system, monkeypatch):
     """The user saves a file while ours is being written."""
-    own = ownership._install
+    own = steps.install
 
     def late(source, target, expected):
         target.write_text("mine")
         own(source, target, expected)
 
-    monkeypatch.setattr(ownership, "_install", late)
+    monkeypatch.setattr(steps, "install", late)
     plan = Plan(sites=("L1.H3",))
     with monkeypatch.context() as before:
-        before.setattr(ownership, "_install", own)
+        before.setattr(steps, "install", own)
         plan.write(tmp_path / "plan.json")
     with pytest.raises(UserError, match=NOT_OURS):
         Plan(sites=("L1.H5",)).write(tmp_path / "plan.json")
@@ -203,7 +205,7 @@ def test_no_line_of_a_record_can_be_changed_or_lead_elsewhere(tmp_path):
             OwnedFolder(target)
     token = json.loads(lines.splitlines()[0])["token"]
     for name in ("../thesis.txt", "/etc/passwd", "a/../../b", "", ".", RECORD):
-        line = ownership._sealed({"file": name, "sha256": "0"}, token).decode()
+        line = folder._sealed({"file": name, "sha256": "0"}, token).decode()
         (target / RECORD).write_text(lines + line)
         with pytest.raises(UserError, match="is damaged"):
             OwnedFolder(target)
@@ -242,7 +244,7 @@ def test_names_like_ours_are_not_swept(tmp_path):
         put(tmp_path / "run" / "a.json", b"{}")
         built(tmp_path / "run" / "checkpoint-3", a="1")
     begin_again = OwnedFolder(tmp_path / "run")
-    ownership.sweep(begin_again)
+    replacing.sweep(begin_again)
     built(tmp_path / "out", a="1")
     assert (tmp_path / "run" / ".a.json-new-01234567").read_text() == "mine"
     assert [(tmp_path / name / "model.safetensors").read_text() for name in theirs] == ["mine"] * 4
@@ -252,7 +254,7 @@ def test_a_killed_builders_folder_is_swept_and_a_living_ones_is_not(tmp_path):
     killed = """
 import os, sys
 from pathlib import Path
-from surgery.runtime.ownership import building
+from surgery.runtime.ownership.replacing import building
 with building(Path(sys.argv[1])) as new, new.filling() as place:
     (place / "model.safetensors").write_text("half")
     (place / ".tmpAb12Cd").write_text("half")
@@ -313,7 +315,7 @@ def test_a_folder_in_which_a_run_was_killed_at_once_is_empty(tmp_path):
         put(tmp_path / ".run.json-new-01234567", b"{}")
     assert is_empty(tmp_path)
     check_folder(tmp_path, "run", resume=True)
-    with ownership.job():
+    with job():
         begin(tmp_path, "run", Recipe(model="base"), resume=True)
     assert names(tmp_path) == ["recipe.yaml", "run.json"]
 
@@ -322,7 +324,7 @@ def test_killed_while_an_earlier_run_is_removed_it_is_still_a_run(tmp_path, monk
     """Whatever is gone already, --overwrite and --resume go on."""
     place = tmp_path / "out"
     for after in range(6):
-        with ownership.job():
+        with job():
             begin(place, "run", Recipe(model="base"), overwrite=True)
             for name in ("ranking.json", "plan.json", "cells/a.json"):
                 put(place / name, b"{}")
@@ -336,7 +338,7 @@ def test_killed_while_an_earlier_run_is_removed_it_is_still_a_run(tmp_path, monk
 
         monkeypatch.setattr(OwnedFolder, "tidy", dies)
         try:
-            with ownership.job():
+            with job():
                 begin(place, "run", Recipe(model="base"), overwrite=True)
         except KeyboardInterrupt:
             check_folder(place, "run", overwrite=True)
@@ -347,7 +349,7 @@ def test_killed_while_an_earlier_run_is_removed_it_is_still_a_run(tmp_path, monk
 
 def test_overwrite_leaves_what_is_not_ours(tmp_path):
     """Plans and hybrids lie in the folder of a ranking; so may a thesis."""
-    with ownership.job():
+    with job():
         begin(tmp_path, "locate", Recipe(model="base"))
         put(tmp_path / "ranking.json", b"{}")
         put(tmp_path / "locate" / "a", b"{}")
@@ -355,7 +357,7 @@ def test_overwrite_leaves_what_is_not_ours(tmp_path):
     for name in theirs:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("mine")
-    with ownership.job():
+    with job():
         begin(tmp_path, "locate", Recipe(model="base"), overwrite=True)
     files = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()}
     assert files == {*theirs, "run.json", "recipe.yaml", RECORD}
@@ -405,7 +407,7 @@ def test_what_a_killed_writer_of_a_file_left_is_removed_by_the_next(tmp_path):
     place.write_bytes(b"ours 1")
     (tmp_path / ".plan.json-new-01234567").write_bytes(b"ours 2")
     (tmp_path / ".plan.json-new-89abcdef").write_bytes(b"mine")
-    ownership.put(place, b"ours 3", own=lambda content: content.startswith(b"ours"))
+    put(place, b"ours 3", own=lambda content: content.startswith(b"ours"))
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {
         "plan.json": b"ours 3", ".plan.json-new-89abcdef": b"mine",
     }  # fmt: skip

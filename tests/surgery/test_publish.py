@@ -20,7 +20,7 @@ from surgery.exporting.folder import CARD, RECORD, Exported, check, digests
 from surgery.loading.digests import conditions, model_digest
 from surgery.records.plan import Plan
 from surgery.records.recipe import Recipe
-from surgery.runtime.ownership import RECORD as OWN
+from surgery.runtime.ownership.folder import RECORD as OWN
 from surgery.splicing.load import load
 from surgery.splicing.splice import splice
 from surgery.world.tokenizer import build_tokenizer

@@ -8,7 +8,7 @@ from surgery.errors import UserError
 from surgery.records.plan import Plan, Start
 from surgery.records.record import Provenance, provenance, write_text
 from surgery.records.site import Site
-from surgery.runtime.ownership import put
+from surgery.runtime.ownership.files import put
 
 sites = st.builds(Site, st.integers(0, 99), st.lists(st.integers(0, 9999), max_size=5).map(tuple))
 grafted = st.builds(Site, st.integers(0, 99), st.lists(st.integers(0, 9999), min_size=1, max_size=5).map(tuple))

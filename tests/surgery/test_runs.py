@@ -19,7 +19,8 @@ from surgery.models.pace import Pace
 from surgery.records.plan import Plan
 from surgery.records.recipe import Locate, Recipe, changed
 from surgery.runtime import progress
-from surgery.runtime.ownership import building, writing
+from surgery.runtime.ownership.files import writing
+from surgery.runtime.ownership.replacing import building
 from surgery.statistics import Proportion
 
 FEW = {"options": {"pairs": 3}, "examples": 8, "layers": False}

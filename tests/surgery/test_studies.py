@@ -9,7 +9,7 @@ from surgery.locating.ranking import Ranking
 from surgery.pretraining.recipe import read_pretrain_recipe
 from surgery.records.recipe import read_recipe
 from surgery.records.site import split_sites
-from surgery.runtime.ownership import writing
+from surgery.runtime.ownership.files import writing
 from surgery.statistics import Proportion
 from surgery.studies import Findings, cohort, make, retrieval_aware, studies
 from surgery.studies.study import Row

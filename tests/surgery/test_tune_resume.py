@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from surgery.errors import UserError
 from surgery.records.plan import Plan
 from surgery.records.recipe import Data, EarlyStopping, Lesson, Lora, Tune
-from surgery.runtime import ownership
+from surgery.runtime.ownership.folder import RECORD
 from surgery.splicing.splice import graft_parameters, splice
 from surgery.tuning import state, steps
 from surgery.tuning.distil import Distillation
@@ -81,7 +81,7 @@ def dying(after, writing):
 
 def checkpoints(folder):
     """What else than its record lies in a folder."""
-    return sorted(path.name for path in folder.iterdir() if path.name != ownership.RECORD)
+    return sorted(path.name for path in folder.iterdir() if path.name != RECORD)
 
 
 def child(hybrid, tokenizer, options, data, folder, result, *when):

@@ -24,7 +24,7 @@ from surgery.errors import UserError
 from surgery.exporting.export import export
 from surgery.records.plan import Plan
 from surgery.records.recipe import Data, EarlyStopping, Lesson, Lora, Tune
-from surgery.runtime import ownership
+from surgery.runtime.ownership.folder import RECORD
 from surgery.runtime.processes import on_main
 from surgery.splicing.splice import adopt, graft_parameters, splice, unsplice
 from surgery.tuning import state, steps, trackers
@@ -282,7 +282,7 @@ def test_two_processes_have_the_losses_of_one(how, together, alone):
         # Adam makes much of rounding where a gradient is next to nothing.
         close(two["weights"][name], weights(hybrid), {"all": 1e-7, "more": 1e-3, "bf16": 1e-2}[name])
     close(two["weights"].get("resumed", two["weights"]["more"]), two["weights"]["more"], 0)
-    left = [path.name for path in (folder / "all").iterdir() if path.name != ownership.RECORD]
+    left = [path.name for path in (folder / "all").iterdir() if path.name != RECORD]
     assert left == [f"checkpoint-{len(two['logs']['all'])}"]
 
 

@@ -28,7 +28,7 @@ from surgery.hybrids.spliced import without_code
 from surgery.hybrids.windows import is_window
 from surgery.loading.streamed import Live
 from surgery.records.plan import Plan
-from surgery.runtime.ownership import reason
+from surgery.runtime.ownership.complaints import reason
 from surgery.serving.original_config import original_config
 from surgery.serving.readers.mamba_ssm import original_names
 
