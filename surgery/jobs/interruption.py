@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+from surgery.runtime.deferring import SIGNALS
+
 RESUMABLE = ("run", "locate", "tune", "bench")  # verbs with --resume
 AGAIN = 0.05  # seconds after which a signal that was dropped is sent again
 ANEW = ("prune",)  # verbs that keep a run and begin it anew
