@@ -14,7 +14,9 @@ from safetensors.torch import save_file
 from transformers import Mamba2Config, Mamba2ForCausalLM, MambaConfig, MambaForCausalLM
 
 from surgery.errors import UserError
+from surgery.loading.readers import reader_of
 from surgery.serving.original_config import original_config
+from surgery.serving.readers import mamba_ssm
 from surgery.serving.readers.mamba_ssm import load_folder, reads
 
 IDS = torch.arange(2 * 19).view(2, 19) * 7 % 41
@@ -254,6 +256,11 @@ def test_an_original_folder_needs_both_fields_and_no_model_type():
     assert not reads(Mamba2Config().to_dict())
     assert not reads({**REAL2, "model_type": "mamba2"})
     assert not reads({"d_model": 768})
+
+
+def test_its_reader_is_found_by_listing():
+    assert reader_of(REAL1) is reader_of(REAL2) is mamba_ssm
+    assert reader_of(Mamba2Config().to_dict()) is reader_of({}) is None
 
 
 LEAST = {"d_model": 768, "n_layer": 24, "vocab_size": 50277}

@@ -6,6 +6,7 @@ import json
 import sys
 import time
 from contextlib import contextmanager, redirect_stdout
+from inspect import signature
 from types import SimpleNamespace
 
 import pytest
@@ -16,12 +17,15 @@ import surgery
 from surgery.cli import app as cli
 from surgery.commands import comparison
 from surgery.costs import announced, counts, estimate, rehearsal
+from surgery.costs import run as announcing
 from surgery.costs.counts import benching
 from surgery.costs.models import assumed, held_beyond, models_of, remap_layers, storages, truncate_layers, weights_of
 from surgery.costs.record import CostEstimate, Stage, fitting_advice
 from surgery.costs.searching import skill_passes
 from surgery.errors import UserError
 from surgery.evaluation.bench import measure
+from surgery.jobs import run as job
+from surgery.jobs.observer import Observer
 from surgery.jobs.output_folder import Run
 from surgery.loading.digests import model_digest
 from surgery.loading.opened import Checkpoint
@@ -259,6 +263,24 @@ def test_a_run_does_what_was_estimated(estimated, folder, tmp_path, monkeypatch,
     for name, model in report.models.items():
         assert model.conditions.model == silent.models[name].conditions.model
     assert report.training == silent.training
+
+
+def test_the_public_run_is_that_of_the_core_with_an_observer(monkeypatch):
+    """And hands on all that it takes."""
+    public, own = signature(announcing.run).parameters, dict(signature(job.run).parameters)
+    assert own.pop("observe").default is Observer
+    assert public == own
+    given = {name: object() for name in public}
+    monkeypatch.setattr(job, "run", lambda recipe, out, **options: {"recipe": recipe, "out": out, **options})
+    assert announcing.run(**given) == {**given, "observe": announced.Announced}
+
+
+def test_a_run_that_nobody_watches_says_nothing_of_its_cost(capsys):
+    observer = Observer(None, None, None, "auto")
+    observer.starts("locate")
+    observer.ended("locate", 1.0, 2.0)
+    assert observer.work_after("locate") == observer.time_after("locate") == 0
+    assert capsys.readouterr() == ("", "")
 
 
 @pytest.mark.slow
