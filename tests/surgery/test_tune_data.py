@@ -231,8 +231,6 @@ def test_of_a_folder_of_text_files_the_end_of_each_is_held_out(words, tmp_path):
     assert seen[7] == open_source(text, Reading(words, 8, 0)).excerpt(7)
     options, data = Tune(steps=3, text_batch_size=2, text_tokens=16), Data(train_text=(text,))
     assert same(batches(words, options, data, start=1), batches(words, options, data)[1:])
-    with pytest.raises(UserError, match=r"has no column, but 'body' is given"):
-        check(words, options, Data(train_text=(Text(source=str(tmp_path), column="body"),)))
     with pytest.raises(UserError, match=r"100.0% of \S*a.txt is also in"):
         check(words, options, Data(train_text=(text,), held_out_text=str(tmp_path / "a.txt")))
 
@@ -257,19 +255,6 @@ def test_held_out_documents_of_the_world_are_neither_trained_on_nor_measured_on(
     assert not narrative & {s.strip() for text in trained | held_out for s in text.split(".")}
 
 
-def test_targets_are_the_values_asked_for(tiny):
-    tokenizer = tiny.tokenizer
-    pieces = kv_pieces(random.Random(0), pairs=5, queries=9)
-    assert len(pieces) == 2 * 5  # no key is asked for twice
-    ids, targets = collate(tokenizer, [pieces, kv_pieces(random.Random(1), pairs=3, queries=2)])
-    assert ids.shape == targets.shape
-    asked = [text for text, is_target in pieces if is_target]
-    at = (targets[0] != IGNORE).nonzero()[:, 0]
-    assert [tokenizer.decode([t]) for t in targets[0, at].tolist()] == asked
-    assert torch.equal(ids[0, at + 1], targets[0, at])
-    assert {tokenizer.decode([t]) for t in ids[0, at].tolist()} == {" is"}
-
-
 def test_a_sequence_begins_as_the_tokenizer_begins_a_prompt(words):
     ids, targets = collate(
         words, [[("w3 w4", False), (" w5", True), (" w6", False), (" w7", True)], [("w8 ", False), ("w9", True)]]
@@ -281,14 +266,10 @@ def test_a_sequence_begins_as_the_tokenizer_begins_a_prompt(words):
 @pytest.mark.parametrize(
     ("probe", "options"),
     [
-        ("kv", {"pairs": (2, 9)}),
-        ("mqar", {"pairs": (4, 9), "queries": (1, 4)}),
-        ("phonebook", {"entries": (3, 6)}),
-        ("copying", {"length": (2, 6)}),
-        ("selective_copying", {"count": (1, 4), "length": 9}),
+        ("kv", {"pairs": (2, 9)}), ("phonebook", {"entries": (3, 6)}), ("selective_copying", {"count": (1, 4), "length": 9}),
         ("letters", {"source": "capitals"}),
     ],
-)
+)  # fmt: skip
 def test_every_probe_can_be_a_lesson(tiny, probe, options):
     """A batch has one draw of the options; the right answer, and nothing else, is the target."""
     tune = Tune(steps=12, batch_size=3, lessons=(Lesson(probe=probe, options=options, queries=2 if probe == "kv" else None),))
@@ -315,6 +296,7 @@ def test_questions_of_lessons_are_not_those_that_are_measured(tiny):
     lessons = Lessons(tiny.tokenizer, tune, 0)
     assert FIRST_SEED > 2**62
     assert len({lessons[i][0][0] for i in range(100)}) == 100
+    assert len(kv_pieces(random.Random(0), pairs=5, queries=9)) == 2 * 5  # no key is asked for twice
     only_kv = tune.model_copy(update={"lessons": (Lesson(options={"pairs": 8}),)})
     measured = {q.prompt[:120] for seed in (0, 77, bench_seed(0)) for q in KVRetrieval(8).questions(200, seed)}
     for seed in (0, HELD_OUT_SEED, CURVE_SEED):  # what is learnt from, and what is looked at meanwhile
@@ -377,21 +359,17 @@ def write(folder, name, content):
         ("a.jsonl", b"", {}, "a.jsonl holds no documents"),
         ("a.jsonl", b'{"text": "one"}\n\xff\n', {}, "a.jsonl: not UTF-8 at byte 16"),
         ("a.jsonl", b'{"text": "one"}\n{"text"\n', {}, "a.jsonl, line 2, is not JSON"),
-        ("a.jsonl", b'["one"]\n', {}, "line 1: needs an object with a column 'text'"),
         ("a.jsonl", b'{"body": "one", "n": 3}\n', {}, r"\(line 1\) has no column 'text'; it has body, n"),
         ("a.jsonl", b'{"text": 3}\n', {}, "a document has to be text, not int"),
         ("a.jsonl", b'{"text": " "}\n{"text": null}\n', {}, "holds no text to train on"),
         ("a.jsonl", b'{"text": "one"}\n{"text": "\\ud800"}\n', {}, "a.jsonl, line 2, holds a text with half a surrogate pair"),
         ("a.jsonl", b'{"text": "one"}\n{"text": "\\ud800"}\n', {"streaming": True}, "line 2, holds a text with half a surr"),
         ("a.jsonl", b'{"text": "one"}\n', {"split": "test"}, "has no split, but 'test' is given"),
-        ("a.jsonl", b"", {"streaming": True}, r"cannot load the dataset .*a.jsonl: \S"),
         ("a.jsonl", b'{"body": "one", "n": 3}\n', {"streaming": True}, "has no column 'text'; it has body, n"),
         ("a.csv", b"body,n\none,3\n", {}, r"\(split 'train'\) has no column 'text'; it has body, n"),
-        ("a.csv", b"text\n", {}, "cannot load the dataset .*a.csv: .* no data"),
         ("a.csv", b"text\none\n", {"split": "test"}, 'cannot load the dataset .*a.csv: Unknown split "test"'),
         ("a.parquet", b"no parquet", {}, "cannot load the dataset .*a.parquet"),
         ("a.parquet", None, {"streaming": True}, "cannot read the documents in .*a.parquet: No such file"),
-        ("folder", None, {}, "cannot load the dataset .*folder"),
     ],
 )
 def test_text_that_cannot_be_had_is_refused(words, tmp_path, name, content, fields, complaint):
@@ -416,12 +394,6 @@ def test_without_the_package_datasets_there_is_a_hint(words, tmp_path, monkeypat
         check(words, Tune(text_tokens=16), Data(train_text=(Text(source="some/dataset"),)))
 
 
-def test_what_is_measured_on_is_not_trained_on(words, folder):
-    path = str(folder / "text.txt")
-    with pytest.raises(UserError, match=r"100.0% of .*text.txt is also in .*text.txt; .* must not be text that is trained on"):
-        check(words, Tune(text_tokens=16), Data(train_text=path, held_out_text=path))
-
-
 def prose(seed, paragraphs):
     """Paragraphs of 40 to 80 words that no other seed has."""
     rng = random.Random(seed)
@@ -438,13 +410,10 @@ def as_json_lines(paragraphs):
 @pytest.mark.parametrize(
     ("name", "content", "streaming"),
     [
-        ("copy.txt", "\n\n".join(HELD), False),
-        ("lines.txt", "\n\n".join([*OWN, *HELD]).replace("\n", "\r\n"), False),
         ("wrapped.txt", "\n".join(textwrap.wrap(" ".join([*OWN, *HELD]).upper(), 60)), False),
         ("a_tenth.txt", "\n\n".join([*OWN, *random.Random(0).sample(HELD, 6)]), False),
         ("what_is_measured.txt", "\n\n".join([*OWN, *HELD[:2]]), False),
         ("documents.jsonl", as_json_lines([*random.Random(0).sample(HELD, 60), *OWN]), False),
-        ("whole.jsonl", as_json_lines(["\n\n".join(HELD), *OWN]), False),
         ("words.jsonl", as_json_lines([*OWN, *" ".join(HELD).split()]), False),
         ("streamed.jsonl", as_json_lines([*OWN, *HELD]), True),
     ],
