@@ -7,7 +7,6 @@ import pytest
 import torch
 import yaml
 
-import surgery
 from surgery.doctor.examination import examine
 from surgery.errors import UserError
 from surgery.evaluation import comparisons, markdown
@@ -122,7 +121,3 @@ def test_an_attribution_that_fails_leaves_the_starts_of_the_grafts(monkeypatch):
     ((graft, tried),) = grafts[:1]
     assert float(graft.log_tau.abs().max()) == 0
     assert graft.signs is not tried
-
-
-def test_public_names():
-    assert "consenting" in dir(surgery)

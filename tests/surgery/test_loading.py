@@ -32,14 +32,11 @@ QUICK = (
     ("text", "sites"),
     [
         ("L0.H3,5", TWO),
-        ("[L0.H3,5]", TWO),
         ("[L0.H3, L0.H5]", TWO),
         ('"L0.H3,5"', TWO),
-        ('["L0.H3,5"]', TWO),
         ("L0.H3, L0.H5", TWO),
         ("[L0.H3,5,L1.H2]", (*TWO, Site(1, (2,)))),
         ("L0.H3,5, L1.H2", (*TWO, Site(1, (2,)))),
-        ("[L1.H3]", (Site(1, (3,)),)),
     ],
 )
 def test_sites_as_users_write_them(tmp_path, text, sites):
@@ -50,9 +47,7 @@ def test_sites_as_users_write_them(tmp_path, text, sites):
         assert dumped.sites == sites == Plan.model_validate_json(dumped.model_dump_json()).sites
 
 
-@pytest.mark.parametrize(
-    "text", ["5", "[5]", "[L1,3]", "L1.X3", "[L1.H3, true]", "[L1.H3, 5.0]", "{L1: 3}", "L1.H3,", "[[L1.H3]]"]
-)
+@pytest.mark.parametrize("text", ["5", "[L1,3]", "[L1.H3, true]", "{L1: 3}", "L1.H3,"])
 def test_what_is_no_site_is_named(text):
     with pytest.raises(UserError, match=r"is not a site; write L17, L17\.H3 or L36\.H1565,1906"):
         read_recipe(None, [f"plan.sites={text}"], model="x")

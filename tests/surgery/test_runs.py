@@ -172,14 +172,6 @@ def test_a_long_line_is_broken_between_words_on_a_terminal_alone(monkeypatch):
         assert (max(map(len, lines)) <= 60) == terminal
 
 
-def test_how_a_tuning_went_is_told_by_means_of_its_steps():
-    from surgery.cli.tune import _course
-
-    losses = [0.001, 0.9, 0.5, 0.4, 0.5, 0.4, 0.5, 0.4, 0.1, 0.3]  # the first batch was an easy one
-    assert _course("retrieval", losses) == "retrieval 0.451 -> 0.200 (means of the first and the last 2 steps)"
-    assert _course("retrieval", losses[:2]) == "retrieval 0.001 -> 0.900"
-
-
 def test_a_bar_is_there_from_the_beginning(monkeypatch):
     out = io.StringIO()
     monkeypatch.setattr(progress, "console", Console(file=out, force_terminal=True, width=60))
@@ -189,10 +181,3 @@ def test_a_bar_is_there_from_the_beginning(monkeypatch):
         progress._display[0].refresh()
         assert "inner" in out.getvalue()
     assert progress._display == []
-
-
-@pytest.mark.parametrize(
-    ("seconds", "words"), [(0.2, "1 s"), (89, "89 s"), (100, "2 min"), (5400, "1.5 h"), (200_000, "2 days")]
-)
-def test_durations_as_one_says_them(seconds, words):
-    assert progress.duration(seconds) == words

@@ -49,7 +49,6 @@ def test_recipes_of_earlier_versions_are_read_where_what_went_was_at_its_default
     ("setting", "line"),
     [
         ("bench.doses=[1]", "bench.doses: went with version 0.20: this version does what its default did; leave it out"),
-        ("tune.weight_decay=0.1", "tune.weight_decay: went with version 0.20: this version does what its default did"),
         ("tune.lora={target_modules: in_proj, use_dora: true}", "use_dora: went with version 0.20"),
     ],
 )
@@ -75,27 +74,17 @@ def said(*settings, path=None):
         ("tune.stpes=7", "unknown key 'tune.stpes'; did you mean tune.steps?"),
         ("steps=7", "unknown key 'steps'; did you mean plan.auto.steps or tune.steps?"),
         ("tune.early_stopping={every_steps: 3}", "did you mean tune.early_stopping.eval_steps?"),
-        ("tune.calibrate={tau: [1]}", "tune.calibrate: went with version 0.22: plan.by and plan.heads: auto choose the gate"),
         ("tune.lessons=[{pairs: 8}]", "unknown key 'tune.lessons.0.pairs'; did you mean bench.pairs?"),
         ("xyz=1", "unknown key 'xyz'; `surgery settings` lists the keys"),
         ("tune.steps=many", "tune.steps takes a whole number or 'auto', not 'many'"),
         ("tune.learning_rate=.inf", "tune.learning_rate takes a finite number, not inf"),
-        ("tune.steps=" + "9" * 30, "tune.steps: must be less than or equal to 10000000"),
-        ("seed=-1", "seed: must be greater than or equal to 0, not -1"),
         ("plan.kind=lyaer", "plan.kind takes 'head', 'layer' or 'window', not 'lyaer'; did you mean layer?"),
-        ("bench.limit=", "bench.limit takes a whole number, not nothing"),
         ("tune.lora=yes", "tune.lora takes keys and values ({} for its defaults), not True"),
-        ("study.name=3", "study: needs the name of a study"),
-        ("device=meta", "device: nothing can be computed on meta"),
-        ("data={facts: x, facts: y}", "the key 'facts' is there twice"),
-        ("seed=" + "[" * 500, "nested too deeply"),
         ("seed=2024-99-99", "is not YAML: month must be in 1..12"),
         ("tune.lessons=[{options: {pairs: [8, 4]}}]", "smallest <= largest"),
         ("tune.steps", "key=value"),
         ("model.name=x", "no keys of its own"),
-        ("plan.sites=[L1H2]", "is not a site"),
         ("tune.early_stopping={eval_steps:4}", "a space belongs after the colon: 'eval_steps: 4'"),
-        ("data=[", "not YAML"),
         (
             "data={facts: x: y}",
             "is not YAML: line 1, column 10: while parsing a flow mapping, expected ',' or '}', but got ':'",
@@ -111,8 +100,6 @@ def test_wrong_settings_are_answered_in_one_line(setting, line):
     ("text", "line"),
     [
         ('model: "x\n', "line 2, column 1: while scanning a quoted scalar (begun in line 1), found unexpected end of stream"),
-        ("tune: {steps: 3\nseed: 3\n", "while parsing a flow mapping (begun in line 1), expected ',' or '}', but got ':'"),
-        ("model: a\nmodel: b\n", "line 2, column 1: the key 'model' is there twice"),
         ("model: \x01\n", "character 8: special characters are not allowed"),
     ],
 )
@@ -134,20 +121,13 @@ def test_the_source_of_what_is_wrong_is_named(tmp_path):
     assert said("tune.lora.evry=3", "bench.limit=7", path=path).startswith("--set: unknown key 'tune.lora.evry'")
 
 
-def test_a_model_is_missing():
-    with pytest.raises(UserError, match="recipe: model is missing"):
-        read_recipe(None, [])
-
-
 @pytest.mark.parametrize(
     ("settings", "line"),
     [
         (["plan.kind=layer", "plan.blend=0.5"], "plan.blend: means nothing for a layer graft that starts random"),
         (["plan.kind=layer", "plan.heads=2"], "plan.heads: counts heads, and kind is layer; set plan.layers"),
-        (["plan.layers=2"], "plan.layers: counts layers, and kind is head"),
         (["plan.kind=layer", "locate.layers=false"], "locate.layers=false ranks none"),
         (["plan.donor=x", "plan.sites=L1.H0"], "plan.donor: is for kind layer"),
-        (["plan.sites=[]"], "plan.sites: is empty"),
     ],
 )
 def test_sections_that_contradict_themselves_or_each_other_are_refused(settings, line):
@@ -159,9 +139,7 @@ def test_sections_that_contradict_themselves_or_each_other_are_refused(settings,
     [
         ("bench.pairs=16", (16,)),
         ("bench.pairs=16,32", (16, 32)),
-        ("bench.pairs=[16, 32]", (16, 32)),
         ("bench.suites=quick,speed", ("quick", "speed")),
-        ("plan.auto.gates=.5", (0.5,)),
         ("bench.tasks=", None),
         ("tune.report_to=tensorboard", ("tensorboard",)),
         ("tune.lora.target_modules=in_proj, out_proj", ("in_proj", "out_proj")),
@@ -196,12 +174,8 @@ def test_the_two_kinds_of_recipe_are_told_apart():
         read_recipe(ROOT / "recipes" / "tiny-mamba2.yaml")
     with pytest.raises(UserError, match=r"demo.yaml is a recipe for `surgery run`"):
         read_pretrain_recipe(ROOT / "recipes" / "demo.yaml")
-
-
-def test_a_recipe_for_pretraining_is_answered_in_one_line(tmp_path):
-    (tmp_path / "x.yaml").write_text("architecture: {model_type: mamba2}\nstepz: 3\n")
-    with pytest.raises(UserError, match=r"unknown key 'stepz'; did you mean steps\?"):
-        read_pretrain_recipe(tmp_path / "x.yaml")
+    with pytest.raises(UserError, match="recipe: model is missing"):
+        read_recipe(None, [])
 
 
 def test_every_setting_says_what_it_means():
@@ -255,15 +229,12 @@ def test_settings_are_listed(surgery):
     assert status == 0
     assert re.findall(r"^  (tune\.lora\.\w+)  \[", out, flags=re.M) == [row.key for row in rows("tune.lora")]
     assert "tune.lora.r  [int >= 1; default 8]\n      The rank." in out
-    assert surgery("settings", "tune.steps")[1].startswith("  tune.steps  [int >= 1 or auto; default 150]\n")
     assert surgery("settings")[1].count("\n  ") > 100
-    assert surgery("settings", "tune.stpes")[::2] == (
-        2, "surgery: there is no section or key 'tune.stpes'; did you mean tune.steps?\n"
-    )  # fmt: skip
-    for wrong, meant in {"tune.Steps": "tune.steps?", "TUNE": "tune"}.items():
-        assert surgery("settings", wrong)[2].startswith(f"surgery: there is no section or key '{wrong}'; did you mean {meant}")
+    for wrong, meant in {"tune.stpes": "tune.steps?", "TUNE": "tune"}.items():
+        status, _, err = surgery("settings", wrong)
+        assert (status, f"no section or key '{wrong}'; did you mean {meant}" in err) == (2, True)
     assert "; the sections are data, " in surgery("settings", "nonsense")[2]
-    assert surgery("list", "probe")[::2] == (2, "surgery: no list is named 'probe'; did you mean probes?\n")
+    assert "did you mean probes?" in surgery("list", "probe")[2]
 
 
 @pytest.mark.parametrize(
@@ -271,14 +242,7 @@ def test_settings_are_listed(surgery):
     [
         (("locate", "o/m", "--set", "bench.limit=3"), "surgery locate has no use for bench.limit; it uses tokenizer, "),
         (("locate", "o/m", "--set", "model=x"), "surgery locate takes the model as an argument"),
-        (
-            ("bench", "o/m", "o/n", "--set", "bench.random_sites=2"),
-            "surgery bench has no use for bench.random_sites; it uses bench.suites",
-        ),
-        (("bench", "o/m", "o/n", "--set", "tune.steps=3"), "surgery bench has no use for tune.steps"),
-        (("tune", ".", "--out", "x", "--set", "locate.seeds=3"), "surgery tune has no use for locate.seeds"),
-        (("prune", "o/m", "--set", "plan.heads=3"), "surgery prune has no use for plan.heads"),
-        (("locate", "o/m", "--set", "bench.limti=3"), "did you mean bench.limit?"),
+        (("bench", "o/m", "o/n", "--set", "bench.random_sites=2"), "surgery bench has no use for bench.random_sites; it uses"),
     ],
 )
 def test_settings_that_a_verb_does_not_use_are_refused(arguments, line, surgery):
