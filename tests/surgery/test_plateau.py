@@ -1,5 +1,7 @@
 """tune.steps: auto ends where the held-out curve is flat, resumed or not, and the controls take as many steps."""
 
+from contextlib import contextmanager
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -22,11 +24,19 @@ SMALL = Tune(
 )  # fmt: skip
 
 
-@pytest.fixture
-def often(monkeypatch):
+@contextmanager
+def looking_often():
     """It is looked more often, at less, than in earnest."""
-    for name, value in {"EVAL_STEPS": 2, "EXAMPLES": 8, "PATIENCE": 3, "LEAST_GAIN": 0.5}.items():
-        monkeypatch.setattr(plateau, name, value)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {"EVAL_STEPS": 2, "EXAMPLES": 8, "PATIENCE": 3, "LEAST_GAIN": 0.5}.items():
+            patch.setattr(plateau, name, value)
+        yield
+
+
+@pytest.fixture
+def often():
+    with looking_often():
+        yield
 
 
 def curve(options: Tune, means: list[float], noise: float = 0.01) -> Plateau:
@@ -102,10 +112,11 @@ def made():
     return splice(random_base(vocab_size=VOCABULARY), Plan(sites=("L1.H2",)))
 
 
-@pytest.fixture
-def straight(tokenizer, often):
+@pytest.fixture(scope="module")
+def straight(tokenizer):
     model = made()
-    return model, tune(model, tokenizer, SMALL, seed=3)
+    with looking_often():
+        return model, tune(model, tokenizer, SMALL, seed=3)
 
 
 def test_a_run_looks_and_ends(straight):
@@ -117,6 +128,7 @@ def test_a_run_looks_and_ends(straight):
     assert looks == [*range(2, int(flat[0]) + 1, 2), *[9] * (flat[0] == 9)]
 
 
+@pytest.mark.usefixtures("often")
 def test_an_interrupted_run_ends_as_it_would_have(straight, tokenizer, tmp_path, monkeypatch):
     model, log = straight
     again = made()
@@ -138,6 +150,7 @@ def test_an_interrupted_run_ends_as_it_would_have(straight, tokenizer, tmp_path,
         assert (dict(resumed.named_parameters())[name] == parameter).all(), name
 
 
+@pytest.mark.usefixtures("often")
 def test_another_model_takes_the_same_steps_at_the_same_rates(straight, tokenizer):
     _, log = straight
     options = taken(SMALL, log)

@@ -64,27 +64,16 @@ def test_tuning_learns(tiny):
 
 
 def test_same_seed_same_losses_other_seed_other_losses(world_base, tokenizer):
-    logs = [tune(splice(world_base, Plan(sites=("L1.H3",))), tokenizer, SHORT, seed=seed) for seed in (0, 0, 1)]
+    short = SHORT.model_copy(update={"steps": 2})
+    logs = [tune(splice(world_base, Plan(sites=("L1.H3",))), tokenizer, short, seed=seed) for seed in (0, 0, 1)]
     assert logs[0] == logs[1] != logs[2]
 
 
 def test_without_text_there_is_no_kl(world_base, tokenizer):
-    log = tune(splice(world_base, Plan(sites=("L1.H3",))), tokenizer, SHORT.model_copy(update={"text_batch_size": 0}))
+    log = tune(
+        splice(world_base, Plan(sites=("L1.H3",))), tokenizer, SHORT.model_copy(update={"steps": 2, "text_batch_size": 0})
+    )
     assert all(entry["kl"] == 0 for entry in log)
-
-
-def test_text_from_a_file(world_base, tokenizer, tmp_path):
-    (tmp_path / "text.txt").write_text("Some words that nobody generated. " * 30)
-    log = tune(splice(world_base, Plan(sites=("L1.H3",))), tokenizer, SHORT, data=Data(train_text=str(tmp_path / "text.txt")))
-    assert all(entry["kl"] > 0 for entry in log)
-
-
-def test_divergence_ends_with_a_clear_line(world_base, tokenizer):
-    hybrid = splice(world_base, Plan(sites=("L1.H3",)))
-    with torch.no_grad():
-        hybrid.backbone.layers[1].mixer.graft.q_proj.weight.fill_(float("nan"))
-    with pytest.raises(UserError, match="the loss is nan at step 1"):
-        tune(hybrid, tokenizer, SHORT)
 
 
 def test_nothing_to_tune_is_refused(world_base, tokenizer):
@@ -113,7 +102,7 @@ def test_the_first_step_steps_and_so_does_the_last(world_base, tokenizer, monkey
     assert rates == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.4, 0.2])
 
 
-@pytest.mark.parametrize(("warmup", "steps"), [(0, 5), (1, 5), (3, 3), (10, 4)])
+@pytest.mark.parametrize(("warmup", "steps"), [(0, 5), (3, 3), (10, 4)])
 def test_the_schedule_never_rests(warmup, steps):
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=2.0)
     schedule, rates = cosine_schedule(optimizer, warmup, steps), []

@@ -1,7 +1,6 @@
 """The losses of tuning, that saving work changes no figure, and early stopping."""
 
 import copy
-import math
 from functools import partial
 
 import pytest
@@ -187,16 +186,6 @@ def test_in_bfloat16_losses_and_gradients_are_close(spliced, tokenizer):
         assert F.cosine_similarity(one, two, dim=0) > 0.98
 
 
-def test_a_model_in_bfloat16_has_its_grafts_trained_in_float32(vocabulary, tokenizer):
-    hybrid = splice(random_base(vocab_size=vocabulary).bfloat16(), HEADS)
-    with training(hybrid, trainable(hybrid, None)) as trained:
-        assert {p.dtype for p in trained.values()} == {torch.float32}
-        assert {p.dtype for name, p in hybrid.named_parameters() if name not in trained} == {torch.bfloat16}
-    log = tune(hybrid, tokenizer, SHORT)
-    assert all(math.isfinite(record["loss"]) for record in log)
-    assert {p.dtype for p in hybrid.parameters()} == {torch.bfloat16}
-
-
 def guarded(monkeypatch, figures):
     """Tuning that sees these figures (knowledge, perplexity, held-out loss), the base's first, then one set for each look."""
     shown = iter(figures)
@@ -246,8 +235,3 @@ def test_what_is_looked_at_for_the_bounds(bf16, hybrid, tokenizer):
         nll = F.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none")[real[:, 1:]]
         assert found["perplexity"] == pytest.approx(nll.double().mean().exp().item(), rel=1e-6)
         assert 0 <= found["knowledge"] <= 1
-
-
-def test_settings_that_cannot_be_are_refused():
-    with pytest.raises(ValueError, match="cannot be divided into 5 parts"):
-        Tune(batch_size=4, gradient_accumulation_steps=5)
