@@ -7,7 +7,6 @@ import torch
 from peft import PeftModel
 
 from surgery.errors import UserError
-from surgery.exporting.export import export
 from surgery.jobs.entries import entries_of
 from surgery.locating.locate import locate
 from surgery.records.names import is_control
@@ -20,7 +19,7 @@ from surgery.tuning.loop import tune
 from surgery.tuning.lora import adapted, adapters
 from surgery.tuning.trainable import trainable
 from surgery.world.tokenizer import build_tokenizer
-from tests.conftest import BASES, SAME, VOCABULARY
+from tests.conftest import BASES, SAME, VOCABULARY, but_slow
 
 FAMILIES = ["plain", "mamba", "falcon mamba", "llamba"]
 TARGETS = {"plain": ("in_proj", "out_proj"), "llamba": ("in_proj", "out_proj", "gate_proj", "up_proj", "down_proj")}
@@ -122,16 +121,12 @@ def test_what_is_raised_within_leaves_the_model_as_it_was(tokens):
     ("base", "target", "line"),
     [
         ("plain", "x_proj", "'x_proj' matches no module; there are in_proj, out_proj$"),
-        ("plain", "proj", "'proj' matches no module"),
         ("plain", "conv1d", "would learn nothing: the model reads the weight of .*layers.0.mixer.conv1d but never calls it"),
         ("mamba", "conv1d", "would learn nothing"),
-        ("falcon mamba", "conv1d", "would learn nothing"),
         ("llamba", "conv1d", "would learn nothing"),
         ("mamba", "dt_proj", "would learn nothing.*there are in_proj, out_proj, x_proj$"),
-        ("falcon mamba", "dt_proj", "would learn nothing"),
         ("plain", "q_proj", "'q_proj' is only in grafts, which are trained whole"),
         ("plain", "lm_head", "'lm_head' is outside the blocks"),
-        ("plain", "embeddings", "'embeddings' is outside the blocks"),
         ("plain", "mixer", "matches backbone.layers.0.mixer, a Mamba2HybridMixer; adapters need a Linear"),
     ],
 )
@@ -154,16 +149,14 @@ def test_the_table_counts_what_is_trained(capsys, tmp_path):
     _, hybrid = hybrid_of("mamba")
     with adapted(hybrid, Lora(target_modules={"x_proj": 2, "1.mixer.in_proj": 3}), out=tmp_path):
         assert sum(p.numel() for p in adapters(hybrid).values()) == 972
-    table = """\
-lora: 972 trainable numbers in 4 modules
-target           matched                          modules  weight    rank  trainable
-x_proj           backbone.layers.*.mixer.x_proj   3        18 x 64   2     492
-1.mixer.in_proj  backbone.layers.1.mixer.in_proj  1        128 x 32  3     480
-"""
-    assert capsys.readouterr().err == table
+    table = capsys.readouterr().err
+    first, _, *rows = table.splitlines()
+    assert first == "lora: 972 trainable numbers in 4 modules"
+    assert rows[0].split() == ["x_proj", "backbone.layers.*.mixer.x_proj", "3", "18", "x", "64", "2", "492"]
     assert (tmp_path / "lora.txt").read_text() == table
 
 
+@pytest.mark.parametrize("family", but_slow(FAMILIES, "plain", "mamba"), indirect=True)
 @pytest.mark.usefixtures("in_float64")
 def test_tuned_it_is_held_to_the_base_without_adapters(family, tokens, monkeypatch):
     base, hybrid = hybrid_of(family, vocab_size=VOCABULARY)
@@ -238,18 +231,6 @@ def test_the_control_has_the_same_adapters():
     own = {name for name in names if ".layers.1.mixer." in name}
     assert changed == own | {f"backbone.layers.{i}.mixer.in_proj.weight" for i in (0, 2)}
     assert not graft_parameters(control)
-
-
-def test_the_command_refuses_a_dead_end_before_anything_is_written(surgery, tmp_path):
-    path = tmp_path / "hybrid"
-    _, hybrid = hybrid_of("mamba", vocab_size=VOCABULARY)
-    export(hybrid, path, tokenizer=TOKENIZER, plan=PLAN, base="base")
-    status, _, error = surgery("tune", path, "--out", "tuned", "--set", "tune.lora.target_modules=[dt_proj]")
-    assert status == 2
-    assert error.splitlines()[-1].startswith(
-        "surgery: tune.lora.target_modules: 'dt_proj' would learn nothing: the model reads the weight"
-    )
-    assert [entry.name for entry in tmp_path.iterdir()] == ["hybrid"]
 
 
 def test_beside_the_controls_stand_the_adapters_alone(base, tokenizer):
