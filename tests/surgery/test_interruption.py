@@ -19,10 +19,7 @@ from surgery.jobs.interruption import continuation
         ("surgery bench base a --overwrite", True, "surgery bench base a --resume"),
         ("surgery bench base a --overwrite", False, "surgery bench base a --overwrite"),  # the earlier run is still there
         ("surgery prune base", True, "surgery prune base --overwrite"),  # has no --resume
-        ("surgery prune base", False, "surgery prune base"),
-        ("surgery export hybrid --out x", True, "surgery export hybrid --out x"),
         ("/x/surgery/__main__.py tune h --out t", True, "python -m surgery tune h --out t --resume"),
-        ("surgery", False, "surgery"),
     ],
 )
 def test_the_command_that_goes_on(argv, begun, command):

@@ -158,7 +158,7 @@ def test_the_mixer_remembers_and_forgets_without_bound():
 
 def test_every_precision_with_decays_of_one_and_zero():
     llamba = random_llamba()
-    tokens = torch.randint(llamba.config.vocab_size, (16, 24), generator=torch.Generator().manual_seed(2))  # errors vary
+    tokens = torch.randint(llamba.config.vocab_size, (8, 24), generator=torch.Generator().manual_seed(2))  # errors vary
     with torch.no_grad():
         for block in llamba.backbone.layers:
             block.mixer.in_proj.weight[-2:] *= 200  # the logits of two heads' decays: hundreds, of either sign
@@ -238,8 +238,6 @@ def test_configuration_has_the_common_names():
     ("changes", "complaint"),
     [
         ({"ssm_cfg": {"d_inner": 7}}, "'d_inner' of a Llamba's ssm_cfg is not known"),
-        ({"mlp_cfg": {"dropout": 0.1}}, "'dropout' of a Llamba's mlp_cfg is not known"),
-        ({"ssm_cfg": {"n_v_heads": 5}}, "4096 channels in 5 heads"),
         ({"ssm_cfg": {"n_qk_heads": 3}}, "32 heads with 3 pairs"),
         ({"ssm_cfg": {"activation": "gelu"}}, "no activation or SiLU, not 'gelu'"),
     ],

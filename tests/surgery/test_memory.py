@@ -97,13 +97,6 @@ def test_free_disk_of_a_folder_that_is_yet_to_be(tmp_path, monkeypatch):
     assert memory.free_disk(tmp_path / "new" / "folder") == memory.free_disk(tmp_path) == str(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("number", "text"), [(0, "0 KiB"), (512 * 1024, "512 KiB"), (3.25 * MIB, "3.2 MiB"), (14.5 * 2**30, "14.5 GiB")]
-)
-def test_sizes_are_said_as_a_person_would(number, text):
-    assert memory.size(number) == text
-
-
 @pytest.mark.parametrize(("size", "place", "done"), [(2, "cpu", True), (1, "cpu", False), (2, "cuda", False)])
 def test_large_allocations_have_pages_of_their_own_beside_a_big_model(size, place, done, monkeypatch):
     """Where glibc can be told so; nothing changes for a small model, or one on a GPU."""

@@ -1,7 +1,5 @@
 """Keys of dictionaries: some may stand in lessons, the others are for bench alone."""
 
-import random
-
 import pytest
 
 from surgery.errors import UserError
@@ -12,7 +10,6 @@ from surgery.probes import make, without_unseen
 from surgery.probes.kv import KVRetrieval
 from surgery.records.recipe import Bench, Data, Lesson, Recipe, Tune
 from surgery.tuning import batches
-from surgery.tuning.sequences import kv_pieces
 from surgery.world.words import KEYS, key_words
 
 LESSONS, UNSEEN = set(key_words("lessons", 64)), set(key_words("unseen", 64))
@@ -47,10 +44,6 @@ def test_lessons_hold_no_key_that_is_for_bench_alone(name, tokenizer):
     assert held
     # The fixed words of the prompts are no keys.
     assert held <= LESSONS
-
-
-def test_dictionaries_of_lessons_are_drawn_from_the_words_for_lessons():
-    assert words_of("".join(text for text, _ in kv_pieces(random.Random(0), 64, 8))) == LESSONS
 
 
 def test_the_needle_of_a_lesson_is_a_word_for_lessons(tokenizer):
