@@ -18,7 +18,7 @@ from tests.conftest import ROOT
 RECIPES = sorted((ROOT / "recipes" / "paper").glob("*.yaml"))
 FEW = ("--set", "locate.examples=10", "--set", "locate.options.pairs=8")
 ROLES = ("--set", "locate.examples=24", "--set", "locate.layers=false")
-SSM = ("--set", "locate.options.pairs=16", "--set", "locate.confirm=0.13")
+SSM = ("--set", "locate.examples=40", "--set", "locate.options.pairs=32", "--set", "locate.confirm=0.13")
 MORE = {  # what a recipe needs beside that: smaller sizes, or enough examples for heads to have roles
     "crucial-heads": ROLES,
     "kv-sweep": (*ROLES, "--set", "study.pairs=[4,8]"),
