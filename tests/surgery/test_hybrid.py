@@ -169,11 +169,6 @@ def test_a_site_that_the_model_lacks_is_refused(site):
         splice(random_base(), Plan(sites=(site,)))
 
 
-def test_splicing_twice_is_refused():
-    with pytest.raises(UserError, match="unsplice it first"):
-        splice(splice(random_base(), PLANS["one head"]), PLANS["one head"])
-
-
 def test_too_narrow_a_graft_is_refused():
     with pytest.raises(UserError, match="at least the state size, 8"):
         splice(random_base(), Plan(sites=("L0.H0",), width=7))

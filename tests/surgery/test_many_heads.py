@@ -9,7 +9,7 @@ from surgery.errors import UserError
 from surgery.evaluation.atlas_page import LEADERS, MOST, atlas
 from surgery.jobs.locating_stage import RANKING
 from surgery.locating import heads_file, ranked_heads
-from surgery.locating.heads import KINDS, ORDER, SCORES, Heads, Score, gain
+from surgery.locating.heads import KINDS, SCORES, Heads, Score, gain
 from surgery.locating.locate import locate
 from surgery.locating.planning import plan, random_plan
 from surgery.locating.ranked_heads import LISTED
@@ -157,14 +157,6 @@ def test_half_a_million_are_made_written_and_read(half_a_million, tmp_path, monk
     assert sum(len(map.png) for map in page.maps) < 100_000
     assert page.left_out == LAYERS * CHANNELS - len(page.heads)
     assert len(built) < 5000  # never half a million objects
-
-
-def test_half_a_million_are_ranked_in_the_order_of_scores(half_a_million):
-    heads = half_a_million.heads
-    level = np.select([heads.measured(name) for _, name in ORDER], [order for order, _ in ORDER])
-    assert (np.diff(level) <= 0).all()
-    values = heads.values("attribution")
-    assert (np.diff(values) <= 0).all()
 
 
 def test_a_file_that_was_changed_or_lost_is_refused(tmp_path, monkeypatch):

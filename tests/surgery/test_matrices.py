@@ -122,16 +122,6 @@ def test_selective_matrices_times_x_are_the_scan(name, read):
         torch.testing.assert_close(y, projected[site.layer][0, :, channel], **SAME)
 
 
-@torch.inference_mode()
-def test_this_projects_own_mixers_write_out_their_own():
-    base = random_base()
-    ids = torch.arange(2, 20)
-    own, stock = (mixing_matrices(subject(model), ids) for model in (adopt(base), base))
-    assert own.keys() == stock.keys()
-    for site, matrix in own.items():
-        torch.testing.assert_close(matrix, stock[site], **SAME)
-
-
 @pytest.mark.parametrize("name", ["recurrent_gemma", "qwen3_next"])
 def test_where_no_matrix_can_be_had_there_is_none(name):
     model = wide(name)

@@ -15,13 +15,11 @@ from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 
 from surgery.cli import app as cli
-from surgery.errors import UserError
 from surgery.jobs import report_folder
 from surgery.jobs.locating_stage import located
 from surgery.jobs.opening import open_checkpoint
 from surgery.locating import exact, prefilter
 from surgery.records.recipe import read_recipe
-from surgery.runtime import processes
 from surgery.world.tokenizer import build_tokenizer
 from tests.conftest import SAME, VOCABULARY, names, random_base
 
@@ -164,16 +162,3 @@ def test_what_processes_hand_each_other_keeps_its_bits():
     received = pickle.loads(pickle.dumps(narrow))
     assert received.dtype == narrow.dtype
     assert torch.equal(received, narrow)
-
-
-def test_alone_everything_is_one_s_own():
-    assert processes.is_main()
-    assert processes.own_device() is None
-    assert processes.share([1, 2, 3]) == processes.gather([1, 2, 3]) == [1, 2, 3]
-    assert processes.on_main(lambda: 7) == 7
-
-    def complain():
-        raise UserError("no")
-
-    with pytest.raises(UserError, match="no"):
-        processes.on_main(complain)

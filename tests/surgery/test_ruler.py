@@ -83,24 +83,6 @@ def test_the_score_is_the_harness_s(written, harness, tokenizer):
     assert texts.shares.tolist() == [string_match_all(postprocess_pred([written]), [["abcde", "FGHIJ"]])]
 
 
-def test_an_example_by_hand(tokenizer):
-    """Of the paper's definition: a needle among equal lines, told once, asked for at the end."""
-    (one,) = make("ruler", tokenizer=tokenizer, task="niah_single_1", length=512).writings(1, 3)
-    key = one.prompt.split(" for ")[1].split(" is:")[0]
-    first, *lines, last = one.prompt.split("\n")
-    told = f"One of the special magic numbers for {key} is: {one.answers[0]}."
-    assert first.startswith("A special magic number is hidden")
-    assert lines.count(told) == 1
-    assert {*lines} == {told, ruler.NOISE}
-    assert len(lines) % 5 == 1  # in steps of five
-    assert last == (
-        f"What is the special magic number for {key} mentioned in the provided text? The special magic number for {key} "
-        "mentioned in the provided text is"
-    )
-    assert one.tokens == 128
-    assert len(tokenizer(one.prompt)["input_ids"]) + 128 <= 512 + 24  # what the answer begins with
-
-
 @pytest.mark.parametrize("hops", [1, 4])
 def test_a_chain_of_variables_leads_from_each_answer_to_the_next(tokenizer, hops):
     (one,) = make("ruler", tokenizer=tokenizer, task="ruler_vt", length=4096, hops=hops).writings(1, 3)

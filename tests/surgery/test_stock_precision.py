@@ -6,14 +6,11 @@ import torch
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import surgery
-from surgery.locating.locate import locate
-from surgery.locating.planning import plan as plan_from
 from surgery.models.quantised import exact
 from surgery.records.recipe import Lora
 from surgery.splicing.splice import adopt, graft_parameters, splice, unsplice
 from surgery.tuning.loop import tune
 from tests.conftest import VOCABULARY, but_slow
-from tests.published_models import tokenizer as other_tokenizer
 from tests.surgery.stock_bases import base_of, plan_for
 from tests.surgery.test_tune import SHORT
 
@@ -66,18 +63,6 @@ def test_verified_layer_by_layer_from_a_base_in_float16(name, tokenizer, tmp_pat
     proof = surgery.export(splice(base, plan_for(base.model)), tmp_path / "hf", verify="layers")
     assert proof.verify == "layers"
     assert proof.holds()
-
-
-@kinds("minimax")
-def test_another_tokenizer(name, tmp_path):
-    """Llama 2's kind, of SentencePiece: located, planned, exported."""
-    words = other_tokenizer("Llama 2")
-    base_of(name, vocab_size=-(-len(words) // 16) * 16).save_pretrained(tmp_path / "base")
-    words.save_pretrained(tmp_path / "base")
-    base = surgery.load(tmp_path / "base")
-    ranking = locate(base, options={"pairs": 2}, examples=4, batch_size=2, confirm=0.05, layers=False)
-    hybrid = splice(base, plan_from(ranking, heads=1))
-    assert surgery.export(hybrid, tmp_path / "hf").holds()
 
 
 @kinds("bamba")
