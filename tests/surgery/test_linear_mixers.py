@@ -6,6 +6,7 @@ from transformers import AutoModelForCausalLM, MiniMaxConfig, xLSTMConfig
 from transformers.initialization import no_init_weights
 
 from surgery.errors import UserError
+from surgery.kernels.dispatch import OPERATIONS, use
 from surgery.kernels.lightning import lightning_scan
 from surgery.kernels.mlstm import mlstm_scan
 from surgery.pretraining.mixer_starts import start_mixers
@@ -107,6 +108,15 @@ def test_a_width_other_than_the_base_s_is_refused(name):
 def test_gates_beyond_what_the_kernel_takes_are_refused():
     with pytest.raises(UserError, match="gate_soft_cap 30, and this model has 40"):
         splice(base_of("xlstm", gate_soft_cap=40.0), Plan(sites=("L0.H0",)))
+
+
+@torch.no_grad()
+def test_an_adopted_xlstm_with_fused_weights_is_the_stock_one(ids):
+    """Bit for bit, with stock kernels, as every family is in test_laws.py; a closed gate, too."""
+    base = base_of("xlstm", weight_mode="fused", use_bias=True).float()
+    with use(**{operation: "stock" for operation in OPERATIONS if operation != "graft_attention"}):
+        for model in (adopt(base), splice(base, Plan(sites=("L0.H0,2",), blend=0.0)).eval()):
+            assert torch.equal(model(ids).logits, base(ids).logits)
 
 
 @pytest.mark.usefixtures("in_float64")
