@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from surgery.errors import UserError
 from surgery.records.plan import Plan
 from surgery.splicing.splice import adopt, splice
-from tests.conftest import BASES, random_base
+from tests.conftest import BASES, but_slow, random_base
 from tests.surgery.test_half import HEADS, LAYER
 
 FAMILIES = ("plain", "mamba, biases, untied", "falcon mamba", "llamba")
@@ -49,16 +49,11 @@ def quantise(model, stored):
     return model, exact
 
 
-@pytest.mark.parametrize(
-    ("dtype", "stored"),
-    [
-        (torch.float32, torch.int8),
-        (torch.bfloat16, torch.int8),
-        (torch.float16, torch.int8),
-        (torch.bfloat16, torch.float8_e4m3fn),
-    ],
-    ids=str,
-)
+FLOAT8 = (torch.bfloat16, torch.float8_e4m3fn)
+INTEGERS = [(dtype, torch.int8) for dtype in (torch.float32, torch.bfloat16, torch.float16)]
+
+
+@pytest.mark.parametrize(("dtype", "stored"), but_slow([FLOAT8, *INTEGERS], FLOAT8, INTEGERS[0]), ids=str)
 @pytest.mark.parametrize("plan", [None, HEADS, LAYER], ids=["adopted", "heads", "layer"])
 @pytest.mark.parametrize("base", FAMILIES)
 @torch.no_grad()
