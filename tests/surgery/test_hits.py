@@ -279,15 +279,6 @@ def test_parts_of_a_batch_make_the_whole(tokenizer, train_text, monkeypatch):
     assert whole[0]["hits"] > 0
 
 
-@pytest.mark.slow
-def test_hits_are_learnt_from_text_alone(tokenizer, train_text):
-    model = splice(random_base(vocab_size=VOCABULARY), Plan(sites=("L1.H0,1,2,3",)))
-    options = TUNE.model_copy(update={"steps": 25, "kl_weight": 0.0, "learning_rate": 0.02})
-    log = tune(model, tokenizer, options, data=train_text)
-    first, last = (np.mean([record["hits"] for record in part]) for part in (log[:5], log[-5:]))
-    assert last < first
-
-
 def test_a_text_in_whose_first_steps_is_no_hit_is_refused(tokenizer, train_text):
     """Before the work begins, where nothing else teaches retrieval."""
     options = TUNE.model_copy(update={"text_tokens": 4, "text_batch_size": 1})

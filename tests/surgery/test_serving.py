@@ -111,7 +111,6 @@ def test_what_cannot_be_asked_is_said_before_anything_is_done(tmp_path):
         ((["vllm"], "patch", Path("/bin/true")), "reads hf and nemotron_h, not 'patch'"),
         ((["vllm"], "hf", None), "--engine-python"),
         ((["vllm"], "hf", tmp_path / "python"), "there is no program"),
-        ((["vllm"], "hf", tmp_path), "there is no program"),
         (([], "hf", Path("/bin/true")), "--engine-python is for --prove"),
     ):
         with pytest.raises(UserError, match=message):

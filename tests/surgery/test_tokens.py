@@ -26,7 +26,7 @@ from surgery.tuning.sequences import IGNORE, collate, kv_pieces, probe_pieces
 from surgery.tuning.text_sources import Reading, World
 from surgery.world.text import document
 from surgery.world.tokenizer import build_tokenizer
-from tests.conftest import ROOT, float64, random_base
+from tests.conftest import ROOT, but_slow, float64, random_base
 
 NEOX = ROOT.parent / "shared" / "data" / "gpt-neox-tokenizer" / "20B_tokenizer.json"
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
@@ -190,27 +190,6 @@ def test_lessons_train_what_probes_score(tokenizer):
         assert marked == predicted[1:] + [IGNORE] * (filled + 1)
 
 
-def test_ids_of_the_built_in_tokenizer_are_what_they_were():
-    """Piece by piece, as up to 0.5.1: the demo's numbers stand on them."""
-    tokenizer = build_tokenizer()
-    lessons = [kv_pieces(random.Random(i), 20, 8) for i in range(4)] + [letter_pieces(random.Random(i), 3) for i in range(4)]
-    ids, targets = collate(tokenizer, lessons)
-    for row, wanted, lesson in zip(ids.tolist(), targets.tolist(), lessons, strict=True):
-        apart = [(tokenizer(text, add_special_tokens=False)["input_ids"], is_target) for text, is_target in lesson]
-        flat = [token for piece, _ in apart for token in piece]
-        marked = [token if is_target else IGNORE for piece, is_target in apart for token in piece]
-        assert row == flat + [0] * (len(row) - len(flat))
-        assert wanted == marked[1:] + [IGNORE] * (len(row) + 1 - len(flat))
-    for probe in PROBES:
-        encoded = encode(tokenizer, questions := probe.questions(10, seed=0))
-        prompts = tokenizer([question.prompt for question in questions])["input_ids"]
-        for q, c, row, token in encoded.terms.tolist():
-            choice = tokenizer(questions[q].choices[c], add_special_tokens=False)["input_ids"]
-            read = encoded.rows[row][len(prompts[q]) :]
-            assert encoded.rows[row][: len(prompts[q])] == prompts[q]
-            assert [*read, token] == choice[: len(read) + 1]
-
-
 WORDS = "the|key|'bell'|is|a.|(x)|31|42nd|don't|-|ü|日本|é|e.g.,|12:30|\n|\n\n|\t|  ".split("|")
 
 
@@ -310,7 +289,7 @@ def test_texts_without_special_tokens():
 COMPARED = ("llama with bos and eos", "llama with eos", "llama, pieces across the border", "unigram")
 
 
-@pytest.mark.parametrize("name", COMPARED)
+@pytest.mark.parametrize("name", but_slow(COMPARED, "llama with bos and eos", "unigram"))
 def test_bench_decides_as_the_harness_s_command_does(name, tmp_path, monkeypatch):
     """On the exported folder, example by example and candidate by candidate; the embedding has more rows than the tokenizer."""
     evaluator = pytest.importorskip("lm_eval.evaluator", reason="needs the extra 'eval' (lm-evaluation-harness)")
