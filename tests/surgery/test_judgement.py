@@ -91,6 +91,7 @@ def test_a_base_at_chance_is_refused_whatever_was_gained(report, low):
     (judged,) = judge(report.model_copy(update={"located": located}))
     assert judged.verdict == "not to be judged"
     assert "cannot be attributed to an edit of located heads" in judged.answer
+    assert "at chance on the probe that located the heads (kv (pairs 32): 0.050" in judged.answer
     better = located.model_copy(update={"accuracy": Proportion(accuracy=0.05, ci95=(0.04, 0.08), n=256)})
     assert judge(report.model_copy(update={"located": better}))[0].verdict == "yes"
 
@@ -183,10 +184,11 @@ def test_a_perfect_base_leaves_nothing_to_gain(report):
 
 
 def test_a_comparison_answers_for_every_model_and_misses_the_controls(report):
-    two = {"base": report.models["base"], "one": report.models["tuned"], "other": report.models["spliced"]}
+    """Names are those of folders: only a run's own controls are controls."""
+    two = {"base": report.models["base"], "controlled": report.models["tuned"], "tuned_high": report.models["spliced"]}
     first, second = did_it_help(report.model_copy(update={"models": two})).split("\n\n")
-    assert first.startswith("Did one help? Unclear: with 64 pairs")
-    assert second.startswith("Did other help? Unclear: with 64 pairs")
+    assert first.startswith("Did controlled help? Unclear: with 64 pairs")
+    assert second.startswith("Did tuned_high help? Unclear: with 64 pairs")
     assert "but no control was measured" in first
     assert "`surgery bench BASE HYBRID` measures that control" in first
 
@@ -198,26 +200,12 @@ def test_without_retrieval_there_is_nothing_to_judge(report):
     assert "retrieval was not measured" in judged.answer
 
 
-def test_a_user_may_call_a_hybrid_as_it_pleases(report):
-    """In a comparison, names are those of folders: only a run's own controls are controls."""
-    models = {"base": report.models["base"], "controlled": report.models["tuned"], "tuned_high": report.models["spliced"]}
-    judged = judge(report.model_copy(update={"models": models}))
-    assert [each.model for each in judged] == ["controlled", "tuned_high"]
-    assert {each.verdict for each in judged} == {"unclear"}
-
-
 def test_a_report_without_differences_is_not_judged(report):
     bare = {name: model.model_copy(update={"change": {}}) for name, model in report.models.items()}
     (judged,) = judge(report.model_copy(update={"models": bare}))
     assert judged.verdict == "not to be judged"
     cost = "Cost: knowledge 0.980 (base 0.988); letters 0.296 (base 0.292); loss on held-out text +0.0026 nats per token"
     assert judged.details[0].startswith(cost)
-
-
-def test_chance_is_said_of_the_probe_that_it_is_true_of(report):
-    located = Located(probe="mqar", accuracy=Proportion(accuracy=0.05, ci95=(0.02, 0.08), n=256), chance=1 / 32)
-    (judged,) = judge(report.model_copy(update={"located": located}))
-    assert "at chance on the probe that located the heads (mqar: 0.050" in judged.answer
 
 
 def with_change(report, task, value, low, high):
@@ -231,14 +219,11 @@ def with_change(report, task, value, low, high):
     ("task", "change", "is_lost"),
     [
         ("letters", (-0.66, -0.7, -0.62), True),
-        ("letters", (-0.03, -0.04, -0.021), True),
         ("letters", (-0.03, -0.07, 0.01), False),  # the interval holds 0
         ("letters", (-0.015, -0.02, -0.01), False),  # within the bound
-        ("letters", (0.1, 0.05, 0.15), False),
         ("kv.4", (-0.05, -0.06, -0.04), True),
         ("perplexity", (0.02, 0.015, 0.025), True),
         ("perplexity", (0.006, 0.004, 0.008), False),
-        ("perplexity", (-0.2, -0.3, -0.1), False),
     ],
 )
 def test_a_gain_beside_a_loss_is_no_yes(report, task, change, is_lost):

@@ -178,9 +178,7 @@ def test_positions_count_from_the_first_real_token_unless_they_are_given(tokens)
     assert (hybrid(tokens, position_ids=place * 3).logits - plain).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize(
-    "plan", [PLAIN, WHOLE, EVERY, Plan(kind="layer", sites=("L2",))], ids=["plain", "mlp", "all", "random"]
-)
+@pytest.mark.parametrize("plan", [PLAIN, EVERY, Plan(kind="layer", sites=("L2",))], ids=["plain", "all", "random"])
 @pytest.mark.parametrize("name", ["mamba, biases, untied", "llamba"])
 def test_unsplice_restores_the_base_bit_for_bit(name, plan, tokens):
     base = BASES[name]()
@@ -288,12 +286,9 @@ def test_what_does_not_fit_is_refused_in_one_line(donor, plan, complaint):
         ({"kind": "layer", "sites": ["L1.H3"]}, "L1.H3 names heads; a layer graft takes a whole layer, e.g. L1"),
         ({"sites": ["L1"]}, "names no heads"),
         ({"kind": "layer", "sites": ["L1"], "init": "dual"}, "a layer graft starts donor or random, not dual"),
-        ({"sites": ["L1.H0"], "init": "random"}, "a head graft starts dual or induction or copy, not random"),
         ({"kind": "layer", "sites": ["L1"], "blend": 0.0}, "blend: means nothing for a layer graft"),
-        ({"kind": "layer", "sites": ["L1"], "mlp": True}, "mlp: means nothing for a layer graft that starts random"),
         ({"kind": "layer", "sites": ["L1"], "donor": "x", "donor_layers": {"L2": 0}}, "L2 is not among the sites"),
         ({"sites": ["L1.H0"], "donor": "x", "donor_heads": {"L1.H0": "L2.H0"}}, "donor_heads: went with version 0.22"),
-        ({"kind": "layer", "sites": ["L1"], "donor": "x", "shared": True}, "shared: means nothing"),
     ],
 )
 def test_plans_that_would_not_be_obeyed_are_refused(fields, complaint):
@@ -301,10 +296,9 @@ def test_plans_that_would_not_be_obeyed_are_refused(fields, complaint):
         Plan.model_validate(fields)
 
 
-@pytest.mark.parametrize("plan", [PLAIN, EVERY, Plan(kind="layer", sites=("L2", "L0"))])
-def test_plans_survive_json(plan, tmp_path):
-    plan.write(tmp_path / "plan.json")
-    assert Plan.read(tmp_path / "plan.json") == plan
+def test_plans_survive_json(tmp_path):
+    EVERY.write(tmp_path / "plan.json")
+    assert Plan.read(tmp_path / "plan.json") == EVERY
 
 
 def test_defaults_of_a_plan():

@@ -1,6 +1,5 @@
 """Figures: results and names, chance, the grafts' own attention, what of an example is drawn, and atlases of many heads."""
 
-import ast
 import warnings
 from itertools import pairwise
 
@@ -8,7 +7,6 @@ import numpy as np
 import pytest
 from matplotlib import image as images
 
-from surgery.evaluation import plots
 from surgery.evaluation.bench import Entry
 from surgery.evaluation.chance import chance
 from surgery.evaluation.charts import chart
@@ -80,12 +78,6 @@ def test_a_figure_says_its_result_and_names_its_lines(drawn, tmp_path):
     assert axis.get_ylabel() == "accuracy (higher is better)"
     places = sorted(text.get_position()[1] for text in axis.texts)
     assert min(b - a for a, b in pairwise(places)) > 0.08  # no label on another
-
-
-def test_labels_move_apart_as_little_as_they_must():
-    assert plots.spread([0.5, 0.1], 0.1) == [0.5, 0.1]
-    assert plots.spread([0.5, 0.5, 0.9], 0.1) == pytest.approx([0.45, 0.55, 0.9])
-    assert plots.spread([0.0, 0.0, 1.0], 0.1) == pytest.approx([0.0, 0.1, 1.0])
 
 
 def test_the_page_draws_the_same_lines():
@@ -224,13 +216,6 @@ def test_a_row_of_thousands_of_heads_is_how_scores_fall_off(drawn, tmp_path):
     assert map.images[0].norm.linthresh == pytest.approx(np.abs(cells).max() / 1000)
 
 
-def test_a_small_atlas_has_a_cell_a_head_and_no_bars_of_what_was_not_measured(tmp_path):
-    few = ranking(2, 3, answer_mass=[0.1] * 6)
-    assert grid(few).edges is None
-    draw_scores(few, tmp_path / "atlas.png")
-    assert images.imread(tmp_path / "atlas.png").shape[1] == 960
-
-
 def test_a_figure_is_drawn_again_from_its_findings(tmp_path, capsys):
     source = ROOT / "recipes" / "paper" / "delegation.findings.json"
     copy = tmp_path / "delegation.findings.json"
@@ -242,14 +227,6 @@ def test_a_figure_is_drawn_again_from_its_findings(tmp_path, capsys):
     assert np.abs(images.imread(figure) - committed).mean() < 0.01
     assert redraw.main([str(tmp_path / "nothing.json")]) == 2
     assert capsys.readouterr().err.count("\n") == 1
-
-
-def test_matplotlib_is_imported_where_a_figure_is_drawn():
-    for path in (ROOT / "surgery").rglob("*.py"):
-        for statement in ast.parse(path.read_text(encoding="utf-8")).body:
-            names = [name.name for name in statement.names] if isinstance(statement, ast.Import) else []
-            names += [statement.module or ""] if isinstance(statement, ast.ImportFrom) else []
-            assert not [name for name in names if name.startswith("matplotlib")], path
 
 
 def test_a_single_size_has_its_chance_too(drawn, tmp_path):

@@ -343,7 +343,7 @@ def test_only_what_was_verified_is_published(hub, folder, surgery, change, compl
     assert hub.files == {}
 
 
-@pytest.mark.parametrize("repo", ["hybrid", "a/b/c", "some one/x", "a/--x"])
+@pytest.mark.parametrize("repo", ["hybrid", "a/b/c", "a/--x"])
 def test_a_repository_that_is_none_is_refused(hub, folder, repo):
     with pytest.raises(UserError, match="is not a repository of the Hub"):
         publish.publish(folder, repo, dry_run=True)

@@ -39,8 +39,7 @@ def test_a_window(base, memory):
 @pytest.mark.parametrize(
     ("verb", "settings"),
     [
-        ("run", "tune.text_tokens=64"), ("run", "bench.window=64"), ("bench", "bench.window=64"),
-        ("tune", "tune.text_tokens=64"),
+        ("run", "tune.text_tokens=64"), ("bench", "bench.window=64"), ("tune", "tune.text_tokens=64"),
     ],
 )  # fmt: skip
 def test_every_verb_refuses_them_before_it_writes(surgery, base, tokenizer, tmp_path, memory, verb, settings):

@@ -136,9 +136,7 @@ def test_without_exact_measurements_attributions_are_compared(world_base, tokeni
     ("what", "complaint"),
     [
         ({"probe": "copying", "options": {"length": 4}}, "asks for completions"),
-        ({"probe": "mqar"}, "needs the option 'pairs'"),
         ({"probe": "needle", "options": {"length": 40, "tokenizer": "x"}}, "no option of that name"),
-        ({"also": [{"probe": "mqra"}]}, "no probe is named 'mqra'"),
         ({"probe": "knowledge", "examples": 10**6, "ablation": "mean"}, "knowledge has no others"),
     ],
 )

@@ -205,9 +205,7 @@ def failing(patch, problem, at):
     ("problem", "line"),
     [
         (float("nan"), "the loss is nan at step 3"),
-        (float("inf"), "the loss is inf at step 3"),
         (torch.OutOfMemoryError("CUDA out of memory"), "does not fit into memory; lower tune.batch_size"),
-        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), "does not fit into memory"),
     ],
 )
 def test_what_goes_wrong_leaves_the_last_checkpoint(problem, line, hybrid, tokenizer, tmp_path, monkeypatch):
@@ -245,7 +243,6 @@ def test_a_full_disk_leaves_the_last_checkpoint(file, hybrid, tokenizer, tmp_pat
 @pytest.mark.parametrize(
     ("plan", "change", "line"),
     [
-        (Plan(sites=("L2.H3",)), {}, "another plan"),
         (Plan(sites=("L1.H3,4",), blend=0.5), {}, "another plan"),
         (Plan(sites=("L1.H3",), blend=0.5), {"learning_rate": 1.0}, "with another tune.learning_rate;"),
         (Plan(sites=("L1.H3",), blend=0.5), {"text_tokens": 20}, "with another tune.text_tokens;"),
