@@ -1,7 +1,6 @@
 """The other retrieval probes: right by an independent reading of their prompts, completions judged as greedy decoding would."""
 
 import math
-import os
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -45,10 +44,6 @@ OPTIONS = {
 seeds = st.integers(0, 10**9)
 
 
-def builtin_tokenizer() -> PreTrainedTokenizerFast:
-    return build_tokenizer()
-
-
 def character_tokenizer() -> PreTrainedTokenizerFast:
     """One token a character, and a token before the text."""
     vocabulary = {"<s>": 0, "?": 1, "\n": 2} | {chr(i): i for i in range(32, 127)}
@@ -58,17 +53,7 @@ def character_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="?", bos_token="<s>")
 
 
-def neox_tokenizer() -> PreTrainedTokenizerFast:
-    folder = os.environ.get("SURGERY_REAL_DATA")
-    if folder is None:
-        pytest.skip("SURGERY_REAL_DATA does not say where the GPT-NeoX tokenizer is")
-    path = Path(folder) / "gpt-neox-tokenizer" / "20B_tokenizer.json"
-    if not path.exists():
-        pytest.skip("the folder SURGERY_REAL_DATA holds no GPT-NeoX tokenizer")
-    return PreTrainedTokenizerFast(tokenizer_file=str(path))
-
-
-@pytest.fixture(scope="module", params=[builtin_tokenizer, character_tokenizer, neox_tokenizer], ids=lambda f: f.__name__)
+@pytest.fixture(scope="module", params=[build_tokenizer, character_tokenizer], ids=lambda f: f.__name__)
 def tokenizer(request) -> PreTrainedTokenizerFast:
     return request.param()
 
@@ -112,21 +97,11 @@ def test_what_is_asked_follows_from_the_seed(name, characters):
         ("kv", {}, "needs the option 'pairs'"),
         ("kv", {"pears": 3}, "no option 'pears'; its options are pairs"),
         ("kv", {"pairs": "many"}, "option 'pairs' is 'many'; input should be a valid integer"),
-        ("kv", {"pairs": True}, "option 'pairs' is True"),
         ("kv", {"pairs": 101}, "1 to 100 pairs, not 101"),
-        ("kv", {"pairs": -1}, "1 to 100 pairs, not -1"),
-        ("letters", {"source": 3}, "option 'source' is 3"),
-        ("mqar", {"pairs": 65}, "1 to 64 pairs, not 65"),
         ("mqar", {"pairs": 4, "queries": 5}, "1 to 4 queries, not 5"),
-        ("mqar", {"pairs": 4, "queries": 0}, "1 to 4 queries, not 0"),
         ("phonebook", {"entries": 2}, "entries, not 2"),
-        ("phonebook", {"entries": 10**6}, "entries, not 1000000"),
         ("copying", {"length": 1}, "at least 2 words, not 1"),
-        ("copying", {"length": 4, "shown": 0}, "not 0 times"),
-        ("selective_copying", {"count": 65, "length": 99}, "1 to 64 words, not 65"),
         ("selective_copying", {"count": 8, "length": 7}, "at least its count 8, not 7"),
-        ("needle", {"length": 0}, "at least 1 token, not 0"),
-        ("needle", {"length": 99, "depth": 1.5}, "from 0 to 1, not 1.5"),
         ("needle", {"length": 99, "needles": 33}, "1 to 32 needles, not 33"),
         ("needle", {"length": 99, "needles": 3, "queries": 4}, "3 needles take 1 to 3 queries, not 4"),
         ("needle", {"length": 99, "depth": math.nan}, "from 0 to 1, not nan"),
@@ -143,10 +118,6 @@ def test_only_what_counts_tokens_needs_a_tokenizer():
         with pytest.raises(UserError, match=f"the probe '{name}' needs a tokenizer"):
             make(name, **OPTIONS[name])
     assert all(make(name, **options) for name, options in OPTIONS.items() if name not in ("needle", "hits", "ruler"))
-
-
-def test_whole_numbers_are_depths_too(characters):
-    assert make("needle", tokenizer=characters, length=99, depth=1).depth == 1
 
 
 @settings(max_examples=30, deadline=None)
@@ -237,7 +208,7 @@ def read_needle(question: Question) -> tuple[str, str, str]:
 
 
 @pytest.mark.parametrize("depth", [0, 0.3, 1])
-@pytest.mark.parametrize("length", [40, 101, 400])
+@pytest.mark.parametrize("length", [40, 400])
 def test_a_needles_prompt_has_the_tokens_asked_for(length, depth, tokenizer):
     length *= 4 if tokenizer.vocab_size < 200 else 1  # characters
     for question in make("needle", tokenizer=tokenizer, length=length, depth=depth).questions(3, seed=length):
@@ -300,38 +271,22 @@ def test_a_needle_in_a_file(tokenizer, tmp_path):
 def test_a_needle_that_cannot_be_exact_is_shorter(characters, tmp_path):
     """Words of four characters and a space: not every length can be had."""
     (tmp_path / "text.txt").write_text("word " * 500)
-    for length in (300, 302):
-        probe = make("needle", tokenizer=characters, length=length, source=str(tmp_path / "text.txt"))
-        for question in probe.questions(1, seed=0):
-            assert length - 5 < len(characters(question.prompt)["input_ids"]) <= length
+    probe = make("needle", tokenizer=characters, length=302, source=str(tmp_path / "text.txt"))
+    assert 302 - 5 < len(characters(probe.questions(1, seed=0)[0].prompt)["input_ids"]) < 302
 
 
-def test_texts_and_lengths_that_will_not_do(characters, tmp_path):
-    def needle(length: int, source: Path | str) -> None:
-        make("needle", tokenizer=characters, length=length, source=str(source)).questions(1, seed=0)
-
-    with pytest.raises(UserError, match=r"cannot read the text in .*none.txt: No such file"):
-        needle(200, tmp_path / "none.txt")
-    (tmp_path / "short.txt").write_text("It was short.")
-    with pytest.raises(UserError, match=r"short.txt has 14 tokens; a needle of 200 needs more"):
-        needle(200, tmp_path / "short.txt")
-    with pytest.raises(UserError, match=r"a needle of 20 tokens is too short: the question alone has \d+"):
-        needle(20, "world")
-
-
-@pytest.mark.parametrize("needles", [1, 3])
-def test_a_check_refuses_what_the_questions_refuse_and_nothing_else(needles, characters, tmp_path):
+@pytest.mark.parametrize(("needles", "lengths"), [(1, range(60, 76, 4)), (3, range(125, 165, 8))])
+def test_a_check_refuses_what_the_questions_refuse_and_nothing_else(needles, lengths, characters, tmp_path):
     """From lengths at which no question fits, through those at which some do, to one that the text cannot fill."""
     (tmp_path / "short.txt").write_text("It was short. " * 30)
     said = set()
-    lengths_of = (("world", range(60, 76, 2)), ("world", range(125, 165, 8)), (tmp_path / "short.txt", (300, 470, 560)))
-    for source, lengths in lengths_of:
-        for length in lengths:
+    for source, lengths_of in (("world", lengths), (tmp_path / "short.txt", (300, 560))):
+        for length in lengths_of:
             needle = make("needle", tokenizer=characters, length=length, needles=needles, source=str(source))
             checked = refusal(lambda needle=needle: needle.check(5, seed=0))
             assert refusal(lambda needle=needle: needle.questions(5, seed=0)) == checked
             said.add(checked)
-    assert len(said) > 4
+    assert len(said) > 3
     assert "" in said
     assert any("needs more" in line for line in said)
 
@@ -349,10 +304,9 @@ def test_a_length_that_bench_could_not_ask_is_refused_before_the_work_begins(tin
         check(Recipe(model="tiny", bench=Bench(suites=("length",), contexts=(64, 100_000))), tiny)
 
 
-@pytest.mark.parametrize("suite", ["length", "hits", "speed"])
-def test_a_bench_with_nothing_to_measure_is_refused(suite, tiny):
-    with pytest.raises(UserError, match=rf"nothing is left to measure: {suite} \(bench.suites\) needs lengths in"):
-        check(Recipe(model="tiny", bench=Bench(suites=(suite,), contexts=())), tiny)
+def test_a_bench_with_nothing_to_measure_is_refused(tiny):
+    with pytest.raises(UserError, match=r"nothing is left to measure: hits \(bench.suites\) needs lengths in"):
+        check(Recipe(model="tiny", bench=Bench(suites=("hits",), contexts=())), tiny)
 
 
 def test_lengths_beyond_the_tokenizer_s_are_measured_where_they_are_given(tiny, capsys):
@@ -383,22 +337,15 @@ class Indifferent:
 
 @pytest.mark.parametrize(
     ("name", "options", "chance"),
-    [("mqar", {"pairs": 8}, 1 / 8), ("phonebook", {"entries": 5}, 1 / 5), ("needle", {"length": 150}, 1 / 10)],
+    [("phonebook", {"entries": 5}, 1 / 5), ("needle", {"length": 150}, 1 / 10)],
 )
 def test_chance_is_what_the_probe_says(name, options, chance, characters):
     """Without a preference the first of the shortest choices is taken, and the right one stands there as often as any."""
     questions = make(name, tokenizer=characters, **options).questions(100, seed=0)
     result = answer(Indifferent(), characters, questions)
     assert abs(result.correct.mean() - chance) < 4 * math.sqrt(chance * (1 - chance) / 100)
-    if name != "mqar":  # whose words are not all of one length
-        np.testing.assert_allclose(result.loss, -math.log(chance), rtol=1e-4)
+    np.testing.assert_allclose(result.loss, -math.log(chance), rtol=1e-4)
     assert {question.answer for question in questions} == set(range(len(questions[0].choices)))
-
-
-def test_an_indifferent_model_completes_nothing(characters):
-    result = complete(Indifferent(), characters, make("copying", length=4).completions(20, seed=0))
-    assert not result.correct.any()
-    np.testing.assert_allclose(result.loss, math.log(128), rtol=1e-6)
 
 
 @pytest.mark.usefixtures("in_float64")
@@ -430,11 +377,6 @@ def test_completing_in_batches_equals_decoding_one_by_one(prompts, tokens, spoil
     result = complete(model, characters, items, batch_size=batch_size)
     assert result.correct.tolist() == [correct for correct, _ in wanted]
     np.testing.assert_allclose(result.loss, [loss for _, loss in wanted], **SAME)
-
-
-def test_an_answer_without_tokens_is_refused(characters):
-    with pytest.raises(UserError, match="the answer '' has no tokens"):
-        complete(Indifferent(), characters, [Completion("a", "b"), Completion("a", "")])
 
 
 @pytest.mark.usefixtures("in_float64")
