@@ -131,7 +131,7 @@ AWARE = """
 model: checkpoints/tiny-llamba
 locate: {examples: 4, layers: false, options: {pairs: 4}}
 tune: {steps: 1, batch_size: 2, text_batch_size: 1, skill_batch_size: 2, lessons: [{probe: kv, options: {pairs: 4}}]}
-bench: {pairs: [4], limit: 10, windows: 2, contexts: [], unseen_pairs: []}
+bench: {pairs: [4], limit: 4, windows: 2, contexts: [], unseen_pairs: []}
 study: {name: retrieval_aware, other: checkpoints/tiny-llama, heads: [2], steps: 2}
 """
 

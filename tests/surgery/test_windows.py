@@ -224,9 +224,8 @@ def test_eager_attention_and_a_crop_before_anything_is_forgotten(tokens):
 
 
 @torch.no_grad()
-def test_windows_beside_grafts_and_in_a_hybrid_that_is_a_base(tmp_path):
-    """Grafts in and windows out are one plan; a layer graft of the base keeps fewer keys, stays the base's, and goes through
-    export and patch."""
+def test_windows_beside_grafts_and_in_a_hybrid_that_is_a_base():
+    """Grafts in and windows out are one plan; a layer graft of the base keeps fewer keys, and stays the base's."""
     base = attentive("falcon_h1")  # attention and SSM in every block
     ids = torch.arange(30)[None] % 99
     both = splice(base, plan_of("L0.H4,5", kind="head", sites=("L0.H1",)))
@@ -243,9 +242,6 @@ def test_windows_beside_grafts_and_in_a_hybrid_that_is_a_base(tmp_path):
     assert (cut[-1] != 0).sum() == FIRST + LENGTH
     assert torch.allclose(cut[-1, -LENGTH:] / cut[-1, -1], whole[-1, -LENGTH:] / whole[-1, -1], **NEAR)
     assert torch.equal(unsplice(hybrid)(ids).logits, model(ids).logits)
-    for format in ("hf", "patch"):
-        surgery.export(hybrid, tmp_path / format, format=format)
-        assert torch.allclose(load(str(tmp_path / format)).model(ids).logits, logits, **NEAR)
 
 
 def test_as_many_windows_as_cost_nothing_and_as_a_budget_takes():
@@ -349,11 +345,11 @@ RUN = """
 model: checkpoints/tiny-hybrid
 seed: 5
 data: {skills: []}
-locate: {options: {pairs: 8}, examples: 16, exact: false, layers: false}
+locate: {options: {pairs: 8}, examples: 8, exact: false, layers: false}
 plan: {kind: window, window: {groups: 1, length: 16}}
 tune:
   {steps: 2, batch_size: 2, text_batch_size: 1, lora: {target_modules: [q_proj, v_proj]}, lessons: [{options: {pairs: 8}}]}
-bench: {pairs: [8], unseen_pairs: [], limit: 12, windows: 2, window: 32, contexts: [64]}
+bench: {pairs: [8], unseen_pairs: [], limit: 6, windows: 2, window: 32, contexts: [64]}
 """
 
 
@@ -376,8 +372,6 @@ def test_a_run_with_windows_asks_what_is_kept(surgery, tmp_path):
     (judgement,) = judge(report)
     assert any("Windows at random heads (control_random_windows_tuned) answer" in detail for detail in judgement.details)
     assert any("After 64 tokens its cache takes" in detail for detail in judgement.details)
-    status, _, error = surgery("run", "recipe.yaml", "--dry-run")
-    assert status == 0, error
 
 
 def test_a_second_copy_of_the_code_takes_nothing_from_the_first():
