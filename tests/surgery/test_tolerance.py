@@ -41,7 +41,7 @@ def in_float64(model):
 def test_rounding_is_a_quarter_of_what_is_allowed(name):
     model = MODELS[name]().eval()
     exact, layers = in_float64(model), model.config.num_hidden_layers
-    for length in (1, 6, 40, 190, 700):
+    for length in (1, 40, 700):
         ids = torch.randint(1, model.config.vocab_size, (1, length), generator=torch.Generator().manual_seed(length))
         logits = model(ids).logits
         rounding = (logits.double() - exact(ids).logits).abs().max().item()
