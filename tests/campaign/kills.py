@@ -36,7 +36,7 @@ SHARES = {"kill": 50, "tear": 12, "moment": 12, "term": 6, "int": 6, "full": 8, 
 AGAIN = 0.15  # how often what goes on is interrupted once more
 IMPORTED = ("costs.run", "commands.tune_hybrid", "commands.comparison", "commands.hybrid_folder", "studies.prune_model",
             "studies.conduct", "exporting.export", "pretraining.pretrain")  # fmt: skip
-QUICK = ("locate", "plan over an earlier", "splice over an earlier", "tune, stages", "tune, LoRA", "bench",
+QUICK = ("locate", "plan over an earlier", "splice over an earlier", "tune, early stopping", "tune, LoRA", "bench",
          "pretrain over an earlier", "export, patch over an earlier", "run", "run over an earlier")  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""The processes of the rehearsals."""
+"""The process of a rehearsal."""
 
 import json
 import subprocess
@@ -9,15 +9,14 @@ import pytest
 from tests.conftest import ROOT
 
 
-def rehearse(module: str, *asked: str) -> list:
+def rehearse(*asked: str) -> list[dict]:
     """The lines that a rehearsal prints."""
-    command = [sys.executable, "-m", f"tests.rehearsal.{module}", *asked]
+    command = [sys.executable, "-m", "tests.rehearsal.verbs", *asked]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 @pytest.fixture(scope="session")
-def quick() -> list:
-    """Of models lists, of verbs dictionaries."""
-    return rehearse("quick")
+def quick() -> list[dict]:
+    return rehearse("float32", "bfloat16", "mamba2", "splice", "packed rows")

@@ -8,14 +8,9 @@ from tests.rehearsal.conftest import rehearse
 DTYPES = ["float32", "float16", "bfloat16"]
 STEPS = 3  # of tuning
 ENDED = (
-    "locate exact", "locate attribution", "locate mean, layers", "plan", "tune", "tune stages", "tune checkpointing",
-    "tune bf16", "tune lora", "bench", "export", "prune", "sweep",
+    "mamba", "falcon_mamba", "llamba", "locate exact", "locate attribution", "locate mean, layers", "plan", "tune",
+    "tune early stopping", "tune checkpointing", "tune bf16", "tune lora", "bench", "export", "prune", "sweep",
 )  # fmt: skip
-
-
-@pytest.fixture
-def verbs(quick):
-    return [line for line in quick if isinstance(line, dict)]
 
 
 def check(lines: list[dict]) -> None:
@@ -33,18 +28,18 @@ def looks(line: dict) -> int:
     return sum(number for what, number in line["counted"].items() if what.startswith("sync surgery/hybrids/packed.py"))
 
 
-def test_splicing_runs_and_ends(verbs):
-    check([line for line in verbs if "verb" in line])
+def test_splicing_and_all_that_verbs_ask_of_a_model_run_and_end(quick):
+    check([line for line in quick if "verb" in line])
 
 
-def test_the_host_waits_once_to_learn_where_documents_begin(verbs):
-    assert [looks(line) for line in verbs if line.get("verb") == "packed rows"] == [1, 1]
+def test_the_host_waits_once_to_learn_where_documents_begin(quick):
+    assert [looks(line) for line in quick if line.get("verb") == "packed rows"] == [1, 1]
 
 
 @pytest.mark.slow  # a process each
 @pytest.mark.parametrize("verb", ENDED)
 def test_another_verb_runs_and_ends(verb):
-    lines = [line for line in rehearse("verbs", *DTYPES, verb) if "verb" in line]
+    lines = [line for line in rehearse(*DTYPES, verb) if "verb" in line]
     assert [line["dtype"] for line in lines] == DTYPES
     check(lines)
     if verb == "tune":
@@ -54,12 +49,13 @@ def test_another_verb_runs_and_ends(verb):
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
+        ("list", "sends a tensor of the host to the device"),
         ("cpu", "_to_copy waits for the device"),
         ("elsewhere", "Expected all tensors to be on the same device"),
         ("sync", "_local_scalar_dense waits for the device"),
         ("float32", "computes in float32 in a model of 16 bits"),
     ],
 )
-def test_what_is_planted_is_found(verbs, fault, message):
-    (found,) = [line["outcome"] for line in verbs if line.get("planted") == fault]
+def test_what_is_planted_is_found(quick, fault, message):
+    (found,) = [line["outcome"] for line in quick if line.get("planted") == fault]
     assert message in found

@@ -1,8 +1,8 @@
 """A GPU that is none, whose tensors have values: they live in the host's memory and say that they do not.
 
-What device.py's tensors cannot do, these can: a whole verb runs, which looks at scores, ranks heads, writes files, and what
-comes out is compared with what comes out on a CPU. The rules are those of CUDA: tensors of two devices do not meet, except a
-number with what it is multiplied by; what is looked at is copied to the host, and the host waits for it.
+A whole verb runs, which looks at scores, ranks heads, writes files, and what comes out is compared with what comes out on a
+CPU. The rules are those of CUDA: tensors of two devices do not meet, except a number with what it is multiplied by; what is
+looked at is copied to the host, and the host waits for it.
 
 Everything is watched by a mode, which must be on wherever such tensors are used. Like device.py's, the device belongs to the
 whole process.
@@ -102,11 +102,10 @@ WORDS = {
 
 def where() -> str:
     """The line of the library that runs now, whatever mode torch calls on its way."""
-    for frame in reversed(traceback.extract_stack()):
-        if frame.name == "__torch_function__":
-            continue
-        if f"{ROOT}/surgery/" in frame.filename or f"{ROOT}/kernels/" in frame.filename:
-            return f"{Path(frame.filename).relative_to(ROOT)}:{frame.lineno}"
+    for frame, number in traceback.walk_stack(None):
+        file = frame.f_code.co_filename
+        if frame.f_code.co_name != "__torch_function__" and file.startswith((f"{ROOT}/surgery/", f"{ROOT}/kernels/")):
+            return f"{Path(file).relative_to(ROOT)}:{number}"
     return "elsewhere"
 
 

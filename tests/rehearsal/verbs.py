@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,14 @@ os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"  # replaced for each run; without 
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import (
+    DynamicCache,
+    FalconMambaConfig,
+    FalconMambaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    PreTrainedModel,
+)
 
 from surgery.evaluation.bench import bench
 from surgery.exporting.export import export
@@ -31,16 +39,23 @@ from surgery.records.plan import Plan
 from surgery.records.recipe import Bench, Locate, Tune
 from surgery.records.site import Site
 from surgery.splicing.load import load
-from surgery.splicing.splice import graft_parameters, splice, unsplice
+from surgery.splicing.splice import adopt, graft_parameters, splice, unsplice
 from surgery.studies.kv_sweep import kv_sweep
 from surgery.studies.prune import prune
 from surgery.tuning.loop import tune
 from surgery.world.tokenizer import build_tokenizer
-from tests.conftest import random_base
+from tests.conftest import random_base, random_llamba, random_selective
 from tests.rehearsal.values import NAME, Rules, on_device, register
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.float16, torch.bfloat16)}
 STEPS = 3
+# Family -> its base, and where a hybrid has grafts.
+FAMILIES: dict[str, tuple[Callable[[], Any], str]] = {
+    "mamba2": (partial(random_base, num_hidden_layers=2), "L1.H1,4"),
+    "mamba": (partial(random_selective, MambaConfig, MambaForCausalLM, num_hidden_layers=2), "L1.H0,3,4,9"),
+    "falcon_mamba": (partial(random_selective, FalconMambaConfig, FalconMambaForCausalLM, num_hidden_layers=2), "L1.H0,3,4,9"),
+    "llamba": (partial(random_llamba, n_layer=2), "L1.H1,4"),
+}
 
 
 @dataclasses.dataclass
@@ -58,6 +73,53 @@ class Place:
 
     def hybrid(self) -> Any:
         return splice(self.base(), Plan(sites=("L1.H3",), blend=0.5))
+
+
+def passes(place: Place, family: str) -> Any:
+    """What all verbs ask of a base and of a hybrid: forward passes, decoding, and a backward pass to every tensor."""
+    make, sites = FAMILIES[family]
+    results = []
+    for grafted in (False, True):
+        base = make().to(place.dtype).to(place.device)
+        model = splice(base, Plan(sites=(sites,))) if grafted else adopt(base)
+        results.append((decode(model), learn(model)))
+    return results
+
+
+@torch.no_grad()
+def decode(model: Any) -> list[Tensor]:
+    """A prompt, and steps of decoding with the mask that generate passes: the host neither waits nor sends a tensor."""
+    ids, cache = torch.arange(22, device=model.device).view(2, 11), DynamicCache(config=model.config)
+    with strictly("sync", "float32"):
+        logits = [model(input_ids=ids, cache_params=cache, use_cache=True).logits]
+        for step in range(2):
+            mask = torch.ones(2, 12 + step, dtype=torch.long, device=model.device)
+            with strictly("host"):
+                answer = model(input_ids=ids[:, step : step + 1], cache_params=cache, use_cache=True, attention_mask=mask)
+            logits.append(answer.logits)
+    return logits
+
+
+def learn(model: Any) -> Tensor:
+    model.train().requires_grad_(True)
+    ids = torch.arange(22, device=model.device).view(2, 11)
+    with strictly("sync", "float32"):
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+    for name, p in model.named_parameters():
+        if p.grad is not None and (p.grad.dtype, p.grad.device) != (p.dtype, p.device):
+            raise AssertionError(f"the gradient of {name} is in {p.grad.dtype} on {p.grad.device}")
+    return loss
+
+
+@contextlib.contextmanager
+def strictly(*kinds: str) -> Iterator[None]:
+    """Within, none of these happens, either."""
+    before, Rules.strict = Rules.strict, Rules.strict | {*kinds}
+    try:
+        yield
+    finally:
+        Rules.strict = before
 
 
 def locating(place: Place, **options: Any) -> Any:
@@ -133,6 +195,7 @@ def sweeping(place: Place) -> Any:
 
 
 VERBS: dict[str, Callable[[Place], Any]] = {
+    **{family: partial(passes, family=family) for family in FAMILIES},
     "locate exact": lambda place: locating(place, exact=True),
     "locate attribution": lambda place: locating(place, exact=False),
     "locate mean, layers": lambda place: locating(place, exact=True, ablation="mean", layers=True),
@@ -241,29 +304,36 @@ def apart(result: Any, expected: Any) -> float:
     return 0.0 if result == expected else float("inf")
 
 
+def plant(model: Any, fault: str) -> None:
+    """A fault in the last mixer's `finish`."""
+    mixer = model.backbone.layers[-1].mixer
+    finish = mixer.finish
+
+    def copied(y: Tensor, gate: Tensor) -> Tensor:
+        return finish(y.cpu().to(gate.device), gate)
+
+    def elsewhere(y: Tensor, gate: Tensor) -> Tensor:
+        return finish(y * torch.ones(y.shape[-1]), gate)
+
+    def looked_at(y: Tensor, gate: Tensor) -> Tensor:
+        return finish(y if y.sum() > 0 else -y, gate)
+
+    def wide(y: Tensor, gate: Tensor) -> Tensor:
+        return torch.nn.functional.linear(y.flatten(-2).float(), mixer.out_proj.weight.float()).to(gate.dtype)
+
+    def listed(y: Tensor, gate: Tensor) -> Tensor:
+        return finish(y[:, :, [*range(y.shape[2])]], gate)
+
+    mixer.finish = {"cpu": copied, "elsewhere": elsewhere, "sync": looked_at, "float32": wide, "list": listed}[fault]
+
+
 def planted(fault: str, tokenizer: Any) -> str:
-    """What the rehearsal says of tuning a hybrid with a fault in its last mixer's `finish`."""
-    from tests.rehearsal.rehearse import plant
-
-    def verb(place: Place) -> Any:
-        made = Place.hybrid
-
-        def faulty(place: Place) -> Any:
-            hybrid = made(place)
-            plant(hybrid, fault)
-            return hybrid
-
-        Place.hybrid = faulty  # type: ignore[method-assign]
-        try:
-            return splicing(place)
-        finally:
-            Place.hybrid = made  # type: ignore[method-assign]
-
-    dtype = torch.bfloat16
+    """What the rehearsal says of decoding by a hybrid with a fault."""
     anew(f"{NAME}:0")
-    with tempfile.TemporaryDirectory() as folder, on_device(dtype) as rules, no_waiting_inside_models():
-        rules.strict = frozenset({"float32"})
-        return outcome(lambda: verb(Place(f"{NAME}:0", dtype, Path(folder), tokenizer)))
+    with on_device(torch.bfloat16):
+        hybrid = Place(f"{NAME}:0", torch.bfloat16, Path(), tokenizer).hybrid()
+        plant(hybrid, fault)
+        return outcome(lambda: decode(hybrid))
 
 
 def outcome(run: Callable[[], Any]) -> str:
@@ -292,7 +362,7 @@ def main(asked: list[str]) -> None:
 
             line["outcome"] = outcome(run)
             print(json.dumps(line), flush=True)
-    for fault in ("cpu", "elsewhere", "sync", "float32"):
+    for fault in ("cpu", "elsewhere", "sync", "float32", "list"):
         print(json.dumps({"planted": fault, "outcome": planted(fault, tokenizer)}), flush=True)
 
 
