@@ -121,14 +121,11 @@ def test_beyond_the_limit_is_not_passed(job, monkeypatch):
 
 
 def test_the_record_names_no_place_on_this_machine(job, tmp_path):
+    with pytest.raises(UserError, match="there is no stage publish for falcon-mamba-7b"):
+        job.job.do(["publish"])
     job.job.do([*ALL, "run"])
     assert str(tmp_path) not in job.record.read_text()
     assert str(full_size.ROOT) not in job.record.read_text()
-
-
-def test_an_unknown_stage_is_refused(job):
-    with pytest.raises(UserError, match="there is no stage publish for falcon-mamba-7b"):
-        job.job.do(["publish"])
 
 
 def test_the_page_marks_where_a_figure_is_from(job, tmp_path):

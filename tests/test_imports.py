@@ -33,6 +33,7 @@ def folders(heading: str) -> list[set[str]]:
 CORE, AROUND = folders("The core"), folders("Around it")
 
 
+@cache
 def modules() -> dict[str, Path]:
     """Name -> file of every module of the package; kernels/ is a symbolic link."""
     files = [Path(folder, name) for folder, _, names in os.walk(ROOT / "surgery", followlinks=True) for name in names]
@@ -42,13 +43,18 @@ def modules() -> dict[str, Path]:
 
 
 @cache
+def tree(file: Path) -> ast.Module:
+    return ast.parse(file.read_text())
+
+
+@cache
 def imports() -> dict[str, set[str]]:
     """Module -> those of ours that it imports, anywhere in it."""
     files = modules()
     graph = {}
     for name, file in files.items():
         graph[name] = set()
-        for node in ast.walk(ast.parse(file.read_text())):
+        for node in ast.walk(tree(file)):
             found = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom) and node.module:
                 assert node.level == 0, f"{name}: a relative import"
@@ -61,7 +67,7 @@ def imports() -> dict[str, set[str]]:
 
 def hidden_names(module: str) -> set[str]:
     """What a module takes of other packages' private names."""
-    nodes = [node for node in ast.walk(ast.parse(modules()[module].read_text())) if isinstance(node, ast.ImportFrom)]
+    nodes = [node for node in ast.walk(tree(modules()[module])) if isinstance(node, ast.ImportFrom)]
     others = [
         node for node in nodes if (node.module or "").startswith("surgery.") and package(node.module or "") != package(module)
     ]
@@ -75,19 +81,10 @@ def package(module: str) -> str:
 def test_every_module_is_imported_as_it_is_written():
     """`import surgery.X.Y as z`: no function may stand where a module is to be found."""
     for name in modules():
-        if name.rpartition(".")[2].startswith("vllm_"):
-            continue  # of a serving engine's environment
-        namespace: dict[str, object] = {}
-        exec(f"import {name} as z", namespace)
-        assert namespace["z"] is sys.modules[name], name
-
-
-def test_no_package_names_something_else_as_it_names_a_module():
-    for name in modules():
         parent, _, own = name.rpartition(".")
         if parent and not own.startswith("vllm_"):  # of a serving engine's environment
             importlib.import_module(name)
-            assert getattr(importlib.import_module(parent), own) is sys.modules[name], name
+            assert getattr(sys.modules[parent], own) is sys.modules[name], name
     assert not set(surgery.__all__) & {name.split(".")[1] for name in modules() if "." in name}
 
 
@@ -247,6 +244,10 @@ with warnings.catch_warnings(record=True) as caught:
     FIRST
     from transformers import AutoConfig
 assert type(AutoConfig.for_model("outside_mamba_hybrid")).__module__ == "tests.surgery.outside"
+import kernels
+assert kernels.marker == "another package's", "transformers imports it; ours, without __init__.py, is found after it"
+import surgery.kernels.ssd
+assert surgery.kernels.ssd.SSD_SCAN.name == "ssd_scan" and sys.modules["kernels"] is kernels
 messages = [str(warning.message) for warning in caught if "model family" in str(warning.message)]
 assert len(messages) == 1 and "the model family 'broken' cannot be imported: ModuleNotFoundError" in messages[0], messages
 """
@@ -254,11 +255,15 @@ assert len(messages) == 1 and "the model family 'broken' cannot be imported: Mod
 
 @pytest.mark.parametrize("first", ["pass", pytest.param("import tests.surgery.outside", marks=pytest.mark.slow)])
 def test_families_of_other_packages_are_registered_too(first, tmp_path, monkeypatch):
-    """One that cannot be imported is a warning: it must not make transformers' own import fail."""
+    """One that cannot be imported is a warning: it must not make transformers' own import fail. And Hugging Face's package
+    `kernels` is not shadowed by our folder of that name."""
     folder = tmp_path / "outside-1.0.dist-info"
     folder.mkdir()
     (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: outside\nVersion: 1.0\n")
     (folder / "entry_points.txt").write_text(ENTRY_POINTS)
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / "__init__.py").write_text('marker = "another package\'s"\n')
+    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)  # the repository's root comes before everything else
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     assert fresh(WITH_OTHERS.replace("FIRST", first) + USE) == REGISTERED
 
@@ -268,6 +273,7 @@ def test_bitsandbytes_is_hushed_before_it_is_imported():
     assert fresh(program) == [40, 0]
 
 
+@pytest.mark.slow  # fourteen processes; test_help_version_and_a_typo_import_nothing_heavy is of one
 def test_starting_takes_no_longer_than_is_on_record():
     """CPU time as a ratio to that of `import typer`, in one run. The bound is wide: torch alone takes twenty times as long."""
     recorded = Startup.read(ROOT / "recipes" / "startup.json")
@@ -277,7 +283,6 @@ def test_starting_takes_no_longer_than_is_on_record():
 
 
 def test_no_class_name_stands_for_two_things():
-    files = [*(ROOT / "surgery").rglob("*.py"), *(ROOT / "kernels").glob("*.py")]
-    nodes = [node for file in files for node in ast.walk(ast.parse(file.read_text()))]
+    nodes = [node for file in modules().values() for node in ast.walk(tree(file))]
     names = Counter(node.name for node in nodes if isinstance(node, ast.ClassDef))
     assert [name for name, count in names.items() if count > 1] == []

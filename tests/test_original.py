@@ -299,9 +299,13 @@ def test_what_is_derived():
     assert original_config({**REAL2, "vocab_size": 64}).vocab_size == 64  # a multiple stays
 
 
-@pytest.mark.parametrize("kind", ["bin", "safetensors"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "dtype", "tied"),
+    [
+        ("bin", torch.float32, True), ("bin", torch.bfloat16, False), ("safetensors", torch.bfloat16, True),
+        ("safetensors", torch.float16, False),
+    ],
+)  # fmt: skip
 def test_logits_are_exactly_those_of_the_stock_model(tmp_path, of, tied, dtype, kind):
     for ssm, fields in ({}, {}), *([({"ngroups": 2}, {"n_groups": 2})] if of is MAMBA2 else []):
         base = stock(of, dtype, tie_word_embeddings=tied, **fields)
@@ -354,14 +358,11 @@ def test_the_model_survives_transformers_own_format(tmp_path, of):
         ({"d_intermediate": 1024}, ("d_intermediate", "1024")), ({"rms_norm": False}, ("rms_norm", "LayerNorm")),
         ({"rms_norm": "yes"}, ("rms_norm", "yes")), ({"fused_add_norm": None}, ("fused_add_norm",)),
         ({"residual_in_fp32": 1}, ("residual_in_fp32",)), ({"tie_embeddings": "no"}, ("tie_embeddings",)),
-        ({"norm_epsilon": 1e-6}, ("norm_epsilon", "unknown")), ({"bidirectional": True}, ("bidirectional", "unknown")),
-        ({"d_model": 0}, ("d_model", "positive")), ({"d_model": "768"}, ("d_model", "positive")),
+        ({"norm_epsilon": 1e-6}, ("norm_epsilon", "unknown")), ({"d_model": "768"}, ("d_model", "positive")),
         ({"n_layer": True}, ("n_layer",)), ({"n_layer": 0}, ("n_layer",)), ({"vocab_size": None}, ("vocab_size",)),
         ({"vocab_size": 50277.0}, ("vocab_size",)), ({"pad_vocab_size_multiple": 0}, ("pad_vocab_size_multiple",)),
         ({"ssm_cfg": {"layer": "Mamba3"}}, ("ssm_cfg.layer", "Mamba3")),
-        ({"ssm_cfg": {"layer": ["Mamba2"]}}, ("ssm_cfg.layer", "['Mamba2']")),
-        ({"ssm_cfg": {"layer": None}}, ("ssm_cfg.layer", "None")), ({"ssm_cfg": ["Mamba2"]}, ("ssm_cfg", "object")),
-        ({"ssm_cfg": "Mamba1"}, ("ssm_cfg", "object")),
+        ({"ssm_cfg": {"layer": ["Mamba2"]}}, ("ssm_cfg.layer", "['Mamba2']")), ({"ssm_cfg": "Mamba1"}, ("ssm_cfg", "object")),
         ({"d_model": 20, "ssm_cfg": {"layer": "Mamba2"}}, ("ssm_cfg.headdim", "64", "40")),
     ],
 )  # fmt: skip
@@ -382,16 +383,16 @@ BAD2 = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("layer", "bad"), [({}, BAD1), ({"layer": "Mamba1"}, BAD1), ({"layer": "Mamba2"}, BAD2)])
+@pytest.mark.parametrize(("layer", "bad"), [({}, BAD1), ({"layer": "Mamba2"}, BAD2)])
 def test_refused_fields_of_ssm_cfg(layer, bad):
     for name, value in bad:
         with pytest.raises(UserError, match=rf"^config\.json: ssm_cfg\.{name} [^\n]+$"):
             original_config({**REAL1, "ssm_cfg": {**layer, name: value}})
 
 
-@pytest.mark.parametrize("name", ["d_model", "n_layer", "vocab_size"])
-def test_required_fields(of, name):
-    refused_config({k: v for k, v in of.real.items() if k != name}, f"{name} is missing")
+def test_required_fields(of):
+    for name in ("d_model", "n_layer", "vocab_size"):
+        refused_config({k: v for k, v in of.real.items() if k != name}, f"{name} is missing")
 
 
 @pytest.mark.parametrize("kind", ["bin", "safetensors"])

@@ -1,13 +1,11 @@
 """The whole job, and every verb by itself, on the models of published_models.py.
 
-`make test` takes a Mamba-1 (test_recipes.py a Llamba, test_cli.py a Mamba-2), `make test-slow` every published model, and in
-these every tokenizer; the product of all needs SURGERY_ALL_PUBLISHED, as it takes the better part of an hour.
+`make test` reads their configurations (test_recipes.py does the whole job on a Llamba, test_cli.py on a Mamba-2), `make
+test-slow` does it on every published model, and in these on every tokenizer.
 """
 
 import csv
-import itertools
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -26,14 +24,12 @@ from tests.conftest import SAME, but_slow, float64
 from tests.published_models import DTYPES, LAYOUTS, PUBLISHED, TOKENIZERS, PublishedModel, original, stock
 
 NAMES, WORDS = tuple(PUBLISHED), tuple(TOKENIZERS)
-ALL = [PublishedModel(*choice) for choice in itertools.product(NAMES, DTYPES, LAYOUTS, WORDS)]
 # Every published model once, the half precisions, layouts and tokenizers in turns; float32 is in all other tests.
 SOME = [
     PublishedModel(name, DTYPES[1 + (i + i // 4) % 2], LAYOUTS[i % 3 % 2], WORDS[i % len(WORDS)], spare=0 if i == 0 else 37)
     for i, name in enumerate(NAMES)
 ]
 PAINTED = "mistralai/Mamba-Codestral-7B-v0.1"  # with controls, and figures of tokens that no font has
-QUICK = [checkpoint for checkpoint in SOME if checkpoint.published == "state-spaces/mamba-130m"]
 # Fewer of everything than by default, and nothing else.
 FEW = """
 locate: {examples: 4, options: {pairs: 4}}
@@ -59,9 +55,6 @@ tune:
   skill_batch_size: 2
 bench: {pairs: [3], limit: 2, windows: 2, window: 32, contexts: [], controls: false}
 """
-whole_product = pytest.mark.skipif(
-    "SURGERY_ALL_PUBLISHED" not in os.environ, reason="SURGERY_ALL_PUBLISHED is not set: it takes the better part of an hour"
-)
 
 
 @pytest.fixture
@@ -82,7 +75,11 @@ def finite(record) -> None:
     json.loads(record.read_text(), parse_constant=lambda name: pytest.fail(f"{record} holds {name}"))
 
 
-def whole_job(surgery, written, tmp_path, checkpoint: PublishedModel) -> None:
+@pytest.mark.slow  # test_recipes.py and test_cli.py have quick ones
+@pytest.mark.parametrize("checkpoint", SOME, ids=str)
+def test_the_whole_job(surgery, written, tmp_path, request, checkpoint):
+    if checkpoint.published == PAINTED:
+        request.getfixturevalue("painted")
     folder, _ = written(checkpoint)
     words = f"tokenizer: {folder}/tokenizer\n" if (folder / "tokenizer").exists() else ""
     (tmp_path / "few.yaml").write_text(f"model: {folder}\n{words}{FEW}")
@@ -97,20 +94,6 @@ def whole_job(surgery, written, tmp_path, checkpoint: PublishedModel) -> None:
         finite(done / name)
     hybrid = load(done / "hybrid")
     assert {str(p.dtype) for n, p in hybrid.model.named_parameters() if ".graft." not in n} == {f"torch.{checkpoint.dtype}"}
-
-
-@pytest.mark.parametrize("checkpoint", but_slow(SOME, *QUICK), ids=str)
-def test_the_whole_job(surgery, written, tmp_path, request, checkpoint):
-    if checkpoint.published == PAINTED:
-        request.getfixturevalue("painted")
-    whole_job(surgery, written, tmp_path, checkpoint)
-
-
-@pytest.mark.slow
-@whole_product
-@pytest.mark.parametrize("checkpoint", ALL, ids=str)
-def test_the_whole_job_on_everyone(surgery, written, tmp_path, checkpoint):
-    whole_job(surgery, written, tmp_path, checkpoint)
 
 
 @pytest.mark.slow  # where evidence stands, with each tokenizer, has a quick test in test_hinting.py
@@ -134,7 +117,9 @@ STEP_BY_STEP = (
 )
 
 
-def step_by_step(surgery, written, tmp_path, checkpoint: PublishedModel) -> None:
+@pytest.mark.slow  # on a base of the toolkit's own it is a quick test of test_cli.py
+@pytest.mark.parametrize("checkpoint", STEP_BY_STEP, ids=str)
+def test_every_verb_by_itself(surgery, written, tmp_path, checkpoint):
     folder, words = written(checkpoint)
     (tmp_path / "few.yaml").write_text(f"model: x\n{FEW}")
     few = ["--recipe", "few.yaml"]
@@ -161,19 +146,6 @@ def step_by_step(surgery, written, tmp_path, checkpoint: PublishedModel) -> None
         assert "Nothing was sent to someone/hybrid" in call("publish", name, "someone/hybrid", "--dry-run")
 
 
-@pytest.mark.slow  # on a base of the toolkit's own it is a quick test of test_cli.py
-@pytest.mark.parametrize("checkpoint", STEP_BY_STEP, ids=str)
-def test_every_verb_by_itself(surgery, written, tmp_path, checkpoint):
-    step_by_step(surgery, written, tmp_path, checkpoint)
-
-
-@pytest.mark.slow
-@whole_product
-@pytest.mark.parametrize("checkpoint", SOME, ids=str)
-def test_every_verb_by_itself_on_more(surgery, written, tmp_path, checkpoint):
-    step_by_step(surgery, written, tmp_path, checkpoint)
-
-
 @pytest.mark.parametrize("name", NAMES)
 @torch.inference_mode()
 def test_a_published_configuration_computes_what_transformers_does(tmp_path, name):
@@ -197,19 +169,16 @@ def test_a_published_configuration_computes_what_transformers_does(tmp_path, nam
     ("name", "change"),
     [
         *(("state-spaces/mamba-130m-hf", change) for change in (
-            {"rms_norm": False}, {"rms_norm": None}, {"d_model": 768}, {"n_layer": 24}, {"ssm_cfg": {"dt_rank": 7}},
-            {"fused_add_norm": "yes"},
+            {"rms_norm": None}, {"d_model": 768}, {"ssm_cfg": {"dt_rank": 7}}, {"fused_add_norm": "yes"},
         )),
         ("state-spaces/mamba-130m-hf", {"norm_before_gate": False}),  # it has no such norm
         ("mistralai/Mamba-Codestral-7B-v0.1", {"rms_norm": False}),
         ("mistralai/Mamba-Codestral-7B-v0.1", {"norm_before_gate": "always"}),
-        ("mistralai/Mamba-Codestral-7B-v0.1", {"d_intermediate": 64}),
         ("mistralai/Mamba-Codestral-7B-v0.1", {"attn_layer_idx": [1]}),
         ("AntonV/mamba2-130m-hf", {"tie_embeddings": False}),
         ("a fine-tuned Mamba-2", {"sliding_window": 5}),
         ("tiiuae/falcon-mamba-7b", {"num_attention_heads": 8}),
         ("cartesia-ai/Llamba-3B", {"rope_theta": 500000.0}),
-        ("cartesia-ai/Llamba-3B", {"norm_epsilon": 1e-6}),
         ("cartesia-ai/Llamba-3B", {"lm_head_prenorm": "layer"}),
     ],
     ids=str,
