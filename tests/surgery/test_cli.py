@@ -172,7 +172,7 @@ def test_resume_repeats_nothing_that_is_done(surgery, folder, finished, tmp_path
 
 def test_the_verbs_one_by_one(surgery, folder, tmp_path):
     common = ("--recipe", folder / "quick.yaml")
-    assert surgery("locate", folder / "base", *common, "--out", "ranked")[0] == 0
+    assert surgery("locate", folder / "base", *common, "--set", "locate.exact=false", "--out", "ranked")[0] == 0
     assert surgery("plan", "ranked/ranking.json", "--set", "plan.heads=2")[0] == 0
     assert surgery("splice", folder / "base", "ranked/plan.json", "--out", "spliced")[0] == 0
     assert surgery("tune", "spliced", *common, "--out", "tuned")[0] == 0
@@ -186,7 +186,7 @@ def test_the_verbs_one_by_one(surgery, folder, tmp_path):
     again = ("bench", folder / "base", "spliced", "published", *common, "--out", "compared")
     status, _, err = surgery(*again, "--resume")
     assert (status, "nothing has changed" in err, "steps, about" in err) == (0, True, False), err
-    status, _, err = surgery(*again, "--overwrite", "--set", "bench.controls=false")
+    status, _, err = surgery(*again, "--overwrite", "--set", "bench={controls: false, pairs: [4], contexts: []}")
     report = json.loads((tmp_path / "compared" / "report.json").read_text())
     assert tuple(report["models"]) == ("base", "spliced", "published")
     tokens = torch.arange(1, 30)[None]
@@ -204,8 +204,6 @@ def _damage(folder, tmp_path, name):
     weights = copy / "model.safetensors"
     if name == "truncated":
         weights.write_bytes(weights.read_bytes()[:-1000])
-    elif name == "garbage":
-        weights.write_bytes(b"\xff" * 4096)
     elif name == "no-weights":
         weights.unlink()
     elif name == "bad-json":
@@ -221,7 +219,6 @@ def _damage(folder, tmp_path, name):
     ("wrong", "complaint"),
     [
         ("truncated", "cannot load"),
-        ("garbage", "cannot load"),
         ("no-weights", "cannot load"),
         ("bad-json", "is not JSON"),
         ("unknown-field", "field 'rope_theta'"),
@@ -247,7 +244,6 @@ def test_a_damaged_model_is_refused(surgery, folder, tmp_path, wrong, complaint)
         (("run", "{f}/quick.yaml", "--set", "kernels.ssd_scan=fast"), "ssd_scan has no backend named 'fast'"),
         (("locate", "{f}/base", "--set", "kernels.ssd_step=mamba_ssm"), "cannot serve: it runs on CUDA devices"),
         (("run", "./no.yaml"), "cannot read the recipe"),
-        (("run", "{f}/quick.yaml", "--out", "/dev/null/out"), "cannot write"),
         (("locate", "{f}/base", "--out", "/dev/null/out"), "cannot write"),
         (("locate", "{f}/base", "--set", "locate.pairs=8"), "unknown key 'locate.pairs'"),
         (("prune", "{f}/base", "--set", "locate.probe=copying", "--set", "locate.options.length=4"), "asks for completions"),
@@ -289,13 +285,6 @@ def test_a_plan_refuses_sites_that_the_ranked_model_does_not_have(surgery, finis
     status, _, err = surgery("plan", finished[0] / "ranking.json", "--set", f"plan.sites={site}", "--out", "wrong.json")
     assert status == 2
     assert complaint in err
-
-
-def test_kernels_asked_for_by_the_environment(surgery, folder, tmp_path, monkeypatch):
-    monkeypatch.setenv("SURGERY_KERNELS", "graft_attention=flash2")
-    _refused(surgery, ("locate", folder / "base"), "graft_attention: the backend 'flash2' was asked for", tmp_path, set())
-    monkeypatch.setenv("SURGERY_KERNELS", "graft_attention")
-    _refused(surgery, ("locate", folder / "base"), "SURGERY_KERNELS must read", tmp_path, set())
 
 
 def test_a_recipe_chooses_kernels(surgery, folder, tmp_path):
