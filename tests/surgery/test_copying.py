@@ -25,6 +25,11 @@ SITES = ("L0.H1,3", "L2.H0")
 FAMILIES = [name for name in BASES if "mamba" not in name or name == "llamba"]
 
 
+@pytest.fixture(scope="module")
+def ranking(base, tokenizer):
+    return locate(base, tokenizer, options={"pairs": 4}, examples=8, exact=False)
+
+
 def copying(base, **changes):
     return splice(base, Plan(**{"sites": SITES, "init": "copy", "blend": 0.3} | changes)).eval()
 
@@ -92,17 +97,15 @@ def test_the_output_is_as_long_as_the_stream_and_points_at_the_token():
     assert (best == torch.arange(len(best))).float().mean() > 0.5
 
 
-def test_a_plan_says_how_it_starts_whatever_was_ranked(base, tokenizer):
-    ranking = locate(base, tokenizer, options={"pairs": 4}, examples=8, exact=False)
+def test_a_plan_says_how_it_starts_whatever_was_ranked(ranking):
     chosen = plan(ranking, 2, init="copy", blend=0.1)
     assert (chosen.init, chosen.starts, chosen.time_step) == ("copy", {}, False)
     assert random_plan(ranking, chosen, 0).init == "copy"
     assert plan(ranking, 2).init == "dual"
 
 
-def test_gates_are_tried_where_heads_are_added(base, tokenizer):
+def test_gates_are_tried_where_heads_are_added(base, tokenizer, ranking):
     """Each as it is, that of 1 too: there is always a gate."""
-    ranking = locate(base, tokenizer, options={"pairs": 4}, examples=8, exact=False)
     auto = {"examples": 8, "windows": 2, "max_heads": 1, "candidates": 1, "gates": (0.1, 1.0), "least_gain": 0.0}
     options = PlanOptions(heads="auto", init="copy", auto=auto)
     questions, text = KVRetrieval(4).questions(4, seed=1), held_out_windows(tokenizer, Data(), Tune(text_tokens=32), 2, 0)
@@ -138,9 +141,8 @@ def test_what_cannot_be_done_with_it_is_refused_before_anything_is_measured(base
             check_run(recipe, Checkpoint("x", selective, tokenizer, "f" * 64))
 
 
-def test_it_has_no_control_at_other_heads_of_its_layer(base, tokenizer):
+def test_it_has_no_control_at_other_heads_of_its_layer(base, ranking):
     """There it is the same model."""
-    ranking = locate(base, tokenizer, options={"pairs": 4}, examples=8, exact=False)
     recipe = Recipe(model="x", plan={"init": "copy", "blend": 0.1})
 
     def names_of(recipe, chosen):
