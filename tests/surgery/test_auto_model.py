@@ -12,7 +12,8 @@ from surgery.splicing.splice import splice
 from tests.conftest import BASES
 from tests.surgery.stock_bases import KINDS, base_of
 
-MADE = {**BASES, **{name: lambda name=name: base_of(name) for name in KINDS}}
+FAMILIES = ("plain", "mamba", "falcon mamba", "llamba")
+MADE = {**{name: BASES[name] for name in FAMILIES}, **{name: lambda name=name: base_of(name) for name in KINDS}}
 
 
 @pytest.mark.parametrize("kind", MADE)
