@@ -90,14 +90,15 @@ def test_bfloat16(qkv):
 
 @pytest.mark.parametrize("backend", EXACT)
 @few
-@given(qkv=inputs(), pads=st.lists(st.integers(0, 12), min_size=1, max_size=2))
+@given(qkv=inputs(), pads=st.none() | st.lists(st.integers(0, 12), min_size=1, max_size=2))
 def test_left_padding(backend, qkv, pads):
     """Rows that may attend to nothing are 0 with a finite gradient, and do not disturb the others."""
     q, k, v = qkv
-    mask = padding(len(q), q.shape[2], k.shape[2], pads)
+    mask = None if pads is None else padding(len(q), q.shape[2], k.shape[2], pads)
     assert_near(graft_attention(q, k, v, mask, backend=backend), loop(q, k, v, mask))
-    for gradient in gradients(q, k, v, mask, backend):
-        assert gradient.isfinite().all()
+    exact = gradients(q.double(), k.double(), v.double(), mask, "reference")
+    for actual, truth in zip(gradients(q, k, v, mask, backend), exact, strict=True):
+        assert_near(actual, truth, floor=1)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -130,24 +131,3 @@ def test_additive_mask(backend, blocked):
     assert_near(y[somewhere], expected[somewhere])
     for gradient in gradients(q, k, v, mask, backend):
         assert gradient.isfinite().all()
-
-
-@few
-@given(inputs(), st.none() | st.lists(st.integers(0, 6), min_size=1, max_size=2))
-def test_gradients(qkv, pads):
-    q, k, v = qkv
-    mask = None if pads is None else padding(len(q), q.shape[2], k.shape[2], pads)
-    exact = gradients(q.double(), k.double(), v.double(), mask, "reference")
-    for actual, truth in zip(gradients(q, k, v, mask, "sdpa"), exact, strict=True):
-        assert_near(actual, truth, floor=1)
-
-
-@few
-@given(inputs(t=(2, 12), past=(0, 0)), st.data())
-def test_token_by_token_equals_all_at_once(qkv, data):
-    """What a cache does: the last queries over all keys so far."""
-    q, k, v = qkv
-    t = q.shape[2]
-    cut = data.draw(st.integers(1, t - 1))
-    parts = [graft_attention(q[:, :, a:b], k[:, :, :b], v[:, :, :b]) for a, b in ((0, cut), (cut, t))]
-    assert_near(torch.cat(parts, 1), graft_attention(q, k, v))
