@@ -7,15 +7,13 @@ from surgery.choosing import gain as growing
 from surgery.choosing.bounded import Measuring
 from surgery.costs.counts import planning, plans_measured
 from surgery.evaluation import html, markdown
-from surgery.evaluation.automatic import automatic_choices, rounds
-from surgery.evaluation.report import Report
+from surgery.evaluation.automatic import rounds
 from surgery.jobs import run as job
 from surgery.locating.questions import asked
 from surgery.locating.subject import Subject
 from surgery.records.growth import Saved
 from surgery.records.plan import Plan
 from surgery.records.recipe import Recipe, changed, read_recipe
-from tests.conftest import ROOT
 
 RECIPE = """
 locate: {options: {pairs: 4}, examples: 8, batch_size: 4, exact: false}
@@ -73,14 +71,6 @@ def test_a_run_finds_its_heads_and_steps(recipe, every_head_saves, tmp_path, mon
     again = job.run(recipe, tmp_path / "out", verify="tensors", resume=True)
     assert again.plan == report.plan
     assert "nothing has changed, and everything is finished" in capsys.readouterr().err
-
-
-def test_a_report_of_counted_heads_speaks_of_nothing_found():
-    report = Report.read(ROOT / "recipes" / "demo-mamba1.report.json", unsealed="take")
-    assert automatic_choices(report) == ""
-    assert rounds(report) is None
-    assert "What was found" not in markdown.render(report)
-    assert "What was found" not in html.render(report)
 
 
 def test_what_it_may_cost_is_known_before(recipe):

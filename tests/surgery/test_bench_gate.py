@@ -28,27 +28,16 @@ def report() -> Report:
         ("kv.64 >= base + 0.5", ["spliced"]),
         ("tuned.kv.64 >= base + 0.5", []),
         ("kv.64 >= .9", ["spliced"]),
-        ("kv.64 >= 1", ["spliced", "tuned"]),
         ("kv.64<0.1", ["spliced", "tuned"]),
         ("kv.64 >= base + 5e-1", ["spliced"]),
-        ("tuned.kv.64 > spliced", []),
         ("spliced.kv.64 > tuned - 0.1", ["spliced"]),
         ("base.kv.64 <= 0.3", []),
         ("perplexity <= base * 1.001", ["tuned"]),
-        ("knowledge >= base - 0.01", []),
     ],
 )
 def test_requirements(report, text, failing):
     failures = requirement(text, list(report.models), TASKS).failures(report)
     assert [line.split(" of ")[1].split(" is ")[0] for line in failures] == failing
-
-
-def test_it_says_by_how_much(report):
-    base, spliced = (report.models[name].kv["64"].accuracy for name in ("base", "spliced"))
-    assert requirement("kv.64 >= base + 0.5", list(report.models), TASKS).failures(report) == [
-        f"requirement 'kv.64 >= base + 0.5' failed: kv.64 of spliced is {spliced:.4g}, not >= {base + 0.5:.4g} (base + 0.5): "
-        f"off by {base + 0.5 - spliced:.2g}"
-    ]
 
 
 def test_a_task_that_could_not_be_measured_fails(report):
@@ -64,16 +53,11 @@ def test_a_task_that_could_not_be_measured_fails(report):
     [
         ("kv.64", "takes 'no loss', TASK >= NUMBER"),
         ("kv.64 >= ", "takes 'no loss', TASK >= NUMBER"),
-        ("kv.64 >= base + ", "takes 'no loss', TASK >= NUMBER"),
         ("kv.64 >= base / 2", "takes 'no loss', TASK >= NUMBER"),
-        ("kv.64 == 1", "takes 'no loss', TASK >= NUMBER"),
         ("kv.63 >= 1", "'kv.63' is not measured; there are kv.4"),
-        ("other.kv.64 >= 1", "'other.kv.64' is not measured"),
         ("kv.64 >= other + 0.1", "no model is named 'other';"),
         ("perplexity <= base*1.01", "no model is named 'base*1.01' (put blanks around +, - and *);"),
-        ("perplexity <= base * 101%", "takes 'no loss', TASK >= NUMBER"),
         ("kv.64 >= nan", "no model is named 'nan'"),
-        ("0.5 <= kv.64", "'0.5' is not measured"),
         ("kv.64 >= 0.5 and knowledge >= 0.5", "takes 'no loss', TASK >= NUMBER"),
     ],
 )

@@ -85,12 +85,6 @@ def test_what_an_engine_measured_stands_in_the_report(pair, python, tmp_path):
     assert not any(Path(json.loads(line).get("folder", "/none")).exists() for line in asked)
 
 
-def test_a_report_without_the_suite_says_nothing_of_it(pair):
-    report = bench(pair[0], options=Bench(suites=("speed",), contexts=(8,), batches=(1,)))
-    assert report["base"].serving == ()
-    assert "serving engine" not in markdown.render(report) + html.render(report)
-
-
 def test_an_engine_is_named_before_anything_is_measured(pair, tmp_path):
     for suites, python, message in (
         (("serving",), None, "needs a Python that has vLLM and this package installed: --engine-python "),

@@ -19,7 +19,7 @@ from transformers import (
 
 from surgery.records.plan import Plan
 from surgery.splicing.splice import adopt, splice
-from tests.conftest import random_base, random_llamba, random_selective
+from tests.conftest import but_slow, random_base, random_llamba, random_selective
 from tests.kernels.inputs import assert_near, rounding
 from tools import bench_compile
 from tools.bench_compile import Decoder, errors, rounding_bound
@@ -149,7 +149,7 @@ def test_compiled_decoding_is_as_exact(demo):
     assert eager <= 1e-5 * max(1.0, exact.abs().max())
 
 
-@pytest.mark.parametrize("family", BASES)
+@pytest.mark.parametrize("family", but_slow(BASES, "mamba2"))
 def test_a_hybrid_runs_without_values(family):
     """FakeTensorMode: forward, backward and decoding know their shapes, and nothing reads a value."""
     hybrid = copy.deepcopy(model(family, "hybrid")).requires_grad_(True)

@@ -282,8 +282,6 @@ MLP = {"intermediate_size": 32, "hidden_act": "silu", "norm_eps": 1e-5}
 REFUSED = {
     "nemotron_h": [
         (lambda: hybrid_of("mamba"), "this is a mamba_hybrid"),
-        (lambda: splice(BASES["falcon mamba"](), LAYER), "this is a falcon_mamba_hybrid"),
-        (lambda: splice(BASES["llamba"](), LAYER), "this is a llamba"),
         (lambda: hybrid_of("mamba2, nothing spliced"), "without any attention layer"),
         (lambda: splice(random_base(), HEAD), "in L1 heads are grafted"),
         (lambda: with_spec(rope=ROPE), "in L1 the attention has positions"),
@@ -291,7 +289,6 @@ REFUSED = {
         (lambda: with_spec(qk_norm=1e-6), "in L1 the attention normalises"),
         (lambda: with_spec(mlp=MLP), "in L1 the attention brings its donor's MLP"),
         (lambda: with_spec(bias=["o_proj"]), "in L1 the attention has biases"),
-        (lambda: splice(random_base(time_step_limit=(0.0, 0.1)), LAYER), "the time step is bounded"),
         (lambda: splice(random_base(time_step_limit=(0.01, math.inf)), LAYER), "the time step is bounded"),
         (lambda: splice(random_base(hidden_size=512, num_heads=64), Plan(kind="layer", sites=("L1",), width=512)), "512 wide"),
         (lambda: odd(hidden_act="gelu"), "activation is gelu"),

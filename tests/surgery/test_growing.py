@@ -24,7 +24,6 @@ from surgery.locating.subject import Subject
 from surgery.probes.kv import KVRetrieval
 from surgery.probes.scoring import answer
 from surgery.records.growth import Saved
-from surgery.records.plan import Plan
 from surgery.records.recipe import Auto, Data, PlanOptions, read_recipe
 from surgery.records.site import Site
 from surgery.splicing.splice import install
@@ -149,14 +148,6 @@ def test_what_was_measured_is_kept_and_the_plan_comes_out_the_same(base, tokeniz
     monkeypatch.setattr(Measuring, "_measure", None)  # nothing is measured again
     assert found() == first
     assert sorted(tmp_path.iterdir()) == files
-
-
-def test_growth_is_written_into_the_plan_and_only_there(tmp_path, base, tokenizer, ranking, monkeypatch):
-    made(monkeypatch, {leading(ranking, 1)[0]: 1.0})
-    found = grow(base, ranking, options(), tokenizer=tokenizer, data=NO_SKILLS)
-    found.write(tmp_path / "plan.json")
-    assert Plan.read(tmp_path / "plan.json") == found
-    assert "growth" not in json.loads(plan(ranking, 1).model_dump_json())
 
 
 def test_of_a_mamba_1_blocks_of_channels_are_added(tokenizer, monkeypatch):
