@@ -265,13 +265,8 @@ def test_its_reader_is_found_by_listing():
 
 LEAST = {"d_model": 768, "n_layer": 24, "vocab_size": 50277}
 KERNELS1 = {
-    "dt_min": 0.01,
-    "dt_max": 0.2,
-    "dt_init": "constant",
-    "dt_scale": 2.0,
-    "dt_init_floor": 1e-3,
-    "use_fast_path": False,
-}
+    "dt_min": 0.01, "dt_max": 0.2, "dt_init": "constant", "dt_scale": 2.0, "dt_init_floor": 1e-3, "use_fast_path": False,
+}  # fmt: skip
 KERNELS2 = {
     "A_init_range": [1, 16], "dt_min": 0.01, "dt_max": 0.2, "dt_init_floor": 1e-3, "conv_init": None, "use_mem_eff_path": False,
     "rmsnorm": True, "norm_before_gate": False, "D_has_hdim": False, "dt_limit": [0.0, math.inf], "d_ssm": 32,

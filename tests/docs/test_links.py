@@ -45,6 +45,7 @@ def test_every_file_of_the_repository_that_is_named_exists(page):
         assert (ROOT / file).exists() or file in shown or any(f"{file}.py" == title for title in shown), file
 
 
+@pytest.mark.slow  # that links and files are there, which most warnings are of, is seen above
 def test_the_site_builds_without_a_warning(tmp_path):
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     environment = os.environ | {"NO_MKDOCS_2_WARNING": "1", "DISABLE_MKDOCS_2_WARNING": "true"}

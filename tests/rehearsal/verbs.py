@@ -151,15 +151,10 @@ def tuning(place: Place, steps: int = STEPS, **options: Any) -> Any:
     lessons = ({"probe": "kv", "options": {"pairs": 4}},)
     chosen = Tune.model_validate(
         {
-            "steps": steps,
-            "batch_size": 2,
-            "lessons": lessons,
-            "text_batch_size": 2,
-            "text_tokens": 16,
-            "save_steps": 2,
+            "steps": steps, "batch_size": 2, "lessons": lessons, "text_batch_size": 2, "text_tokens": 16, "save_steps": 2,
             **options,
         }
-    )
+    )  # fmt: skip
     log = tune(hybrid, place.tokenizer, chosen, out=place.folder / "tuned" if options.get("lora") else None)
     return [record["loss"] for record in log if "loss" in record], *graft_parameters(hybrid).values()
 
