@@ -27,10 +27,10 @@ STRANGE = {
 EVIL = "import pathlib\npathlib.Path(__file__).with_name('ran').touch()\nclass Config: ...\nclass Model: ...\n"
 
 
-@pytest.fixture
-def strange(tmp_path, tokenizer):
-    """A stranger's hybrid, whose configurations name code of the Hub and code beside them."""
-    folder = tmp_path / "strange"
+@pytest.fixture(scope="module")
+def strange(tmp_path_factory, tokenizer):
+    """A stranger's hybrid, whose configurations name code of the Hub and code beside them. Do not change it."""
+    folder = tmp_path_factory.mktemp("a stranger's") / "strange"
     export(splice(random_base(vocab_size=VOCABULARY), PLAN), folder, tokenizer=tokenizer, plan=PLAN, base="b")
     for name in ("config.json", "tokenizer_config.json", "generation_config.json"):
         content = json.loads((folder / name).read_text())
@@ -164,24 +164,25 @@ def test_a_kernel_of_our_own_is_taken_again_whatever_the_umask(tmp_path, monkeyp
 
 
 @pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="only root can give files away")
-@pytest.mark.parametrize("whose", ["folder", "library", "writable"])
-def test_a_kernel_that_others_may_have_written_is_not_loaded(tmp_path, monkeypatch, whose):
+def test_a_kernel_that_others_may_have_written_is_not_loaded(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     native.load.cache_clear()
     native.load("divergence")
-    (library,) = (tmp_path / "surgery").glob("divergence-*.so")
-    content = library.read_bytes()
-    if whose == "writable":
-        (tmp_path / "surgery").chmod(0o777)
-    else:
-        os.chown(library if whose == "library" else library.parent, 65534, 65534)
-    library.write_bytes(b"what somebody else put there")
-    loaded = []
+    folder, loaded = tmp_path / "surgery", []
+    (library,) = folder.glob("divergence-*.so")
     monkeypatch.setattr(native.ctypes, "CDLL", loaded.append)
+    for whose in ("folder", "library", "writable"):
+        if whose == "writable":
+            folder.chmod(0o777)
+        else:
+            os.chown(library if whose == "library" else folder, 65534, 65534)
+        library.write_bytes(b"what somebody else put there")
+        native.load.cache_clear()
+        native.load("divergence")
+        assert loaded, whose
+        assert all(Path(path) != library for path in loaded), whose
+        assert library.read_bytes() == b"what somebody else put there"
+        os.chown(library, 0, 0)
+        os.chown(folder, 0, 0)
+        loaded.clear()
     native.load.cache_clear()
-    native.load("divergence")
-    native.load.cache_clear()
-    assert loaded
-    assert all(Path(path) != library for path in loaded)
-    assert library.read_bytes() == b"what somebody else put there"
-    assert content
