@@ -5,13 +5,12 @@ The first paragraph of the file says what the format is (`surgery list formats` 
 Format says. Only a format that is asked for is imported, so that help texts wait for nothing.
 """
 
-import ast
-import importlib.util
+import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from surgery.errors import UserError
-from surgery.runtime.listing import listed
+from surgery.runtime.listing import described, listed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -47,7 +46,8 @@ def names() -> list[str]:
 
 def descriptions() -> dict[str, str]:
     """name -> what the format is, read off the file's text."""
-    return {name: _first_paragraph(name) for name in names()}
+    said = described("formats")
+    return {name: said[name] for name in names()}
 
 
 def check_format(name: str) -> None:
@@ -89,11 +89,3 @@ def integers_why_not(name: str) -> str | None:
         f"a quantised base cannot be written as '{name}', whose weights are floating-point numbers; splice and export "
         "with the base as it was before"
     )
-
-
-def _first_paragraph(name: str) -> str:
-    """Of a file, in one line and without the period."""
-    spec = importlib.util.find_spec(listed("formats")[name])  # finds the file, and does not run it
-    text = Path(spec.origin).read_text(encoding="utf-8") if spec is not None and spec.origin is not None else ""
-    said = ast.get_docstring(ast.parse(text)) or ""
-    return " ".join(said.split("\n\n")[0].split()).removesuffix(".")
