@@ -231,11 +231,11 @@ def nothing_stays_on():
 def timed_once():
     """What is timed, and no test looks at the time: of each round of decoding one token, where a bench says what tokens cost,
     and of forwards one, where a run says what it will cost. It would take a third of a run."""
-    from surgery.evaluation import speed
+    from surgery.evaluation import decoding
     from surgery.models import pace
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(speed, "TOKENS", 1)
+        patch.setattr(decoding, "TOKENS", 1)
         patch.setattr(pace, "REPEATS", 1)
         yield
 

@@ -14,8 +14,8 @@ import torch
 from surgery import adopt, load
 from surgery.errors import UserError
 from surgery.evaluation import suites
-from surgery.evaluation.harness import TASKS
 from surgery.exporting.export import export
+from surgery.more import TASKS
 from surgery.records.plan import Plan
 from surgery.records.recipe import Bench, Data
 from surgery.serving.original_config import original_config

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from surgery import load
 from surgery.evaluation.results import HITS, OTHERS
-from surgery.evaluation.text_hits import ChosenTokens, hit_texts, rows_at_once
+from surgery.evaluation.suites.hits import ChosenTokens, hit_texts, rows_at_once
 from surgery.probes.hits import by_stretch
 from surgery.records.recipe import Recipe, read_recipe
 from surgery.records.record import Environment, Sealed, environment

@@ -17,7 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from surgery.commands import table as tables
 from surgery.doctor.diagnosis import describe
 from surgery.evaluation import markdown
 from surgery.evaluation.automatic import automatic_choices, rounds
@@ -25,6 +24,7 @@ from surgery.evaluation.judgement import did_it_help
 from surgery.evaluation.report import Report
 from surgery.evaluation.results import NEEDLES, needle_tasks, value
 from surgery.exporting.engines import EngineProof
+from surgery.more import table as tables
 from surgery.runtime import memory
 from surgery.studies import Findings, studies
 from surgery.studies.cohort import KNOWLEDGE, OF, SAME_LAYER, TEXT, headline

@@ -18,7 +18,7 @@ import numpy as np
 from surgery import load
 from surgery.evaluation.report import Report
 from surgery.evaluation.results import HITS
-from surgery.evaluation.text_hits import ChosenTokens, hit_texts
+from surgery.evaluation.suites.hits import ChosenTokens, hit_texts
 from surgery.probes.hits import GAP, NONE, PairCounts
 from surgery.records.recipe import read_recipe
 from surgery.records.record import Environment, Sealed, environment

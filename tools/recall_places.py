@@ -21,7 +21,7 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from surgery.evaluation.results import HITS
-from surgery.evaluation.text_hits import hit_texts
+from surgery.evaluation.suites.hits import hit_texts
 from surgery.jobs.entries import without_graft
 from surgery.jobs.locating_stage import located
 from surgery.jobs.opening import open_checkpoint

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from transformers import AutoTokenizer
 
+from surgery.more.probes.ruler import MAGIC, WRITTEN
 from surgery.probes import make
-from surgery.probes.ruler import MAGIC, WRITTEN
 from surgery.records.record import Environment, Sealed, environment
 
 ROOT = Path(__file__).parent.parent

@@ -2,7 +2,7 @@
 
 import json
 
-from surgery.evaluation import TASKS
+from surgery.more import TASKS
 
 
 def report_schema() -> None:

@@ -103,7 +103,7 @@ def _suites() -> Names:
 def _tasks() -> Names:
     import yaml
 
-    from surgery.evaluation import TASKS
+    from surgery.more import TASKS
 
     for path in sorted(TASKS.glob("*.yaml")):
         if "metadata" in (text := path.read_text()) and "probe:" in text:

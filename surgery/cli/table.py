@@ -26,10 +26,10 @@ def table(
       surgery table runs/bench-tuned --out runs/table
     """
     with starting():
-        from surgery.commands import table as tables
         from surgery.evaluation.figure import looks
         from surgery.evaluation.plots import draw_lines
-        from surgery.evaluation.report_figures import retrieval_figures, ruler_figures
+        from surgery.evaluation.report_figures import pictures, retrieval_figures
+        from surgery.more import table as tables
         from surgery.records.record import write_text
 
     report = tables.read(reports)
@@ -41,9 +41,9 @@ def table(
     check_writable(out)
     write_text(out / "table.tex", tables.latex(found, report.models))
     write_text(out / "table.csv", tables.as_csv(found))
-    by_length = ruler_figures(retrieval_figures(report, looks(list(report.models))))
+    by_length = pictures(retrieval_figures(report, looks(list(report.models))))
     memory = tables.memory_figure(report.models)
-    drawn = {"ruler.png": by_length, "memory.png": [memory] if memory is not None else []}
+    drawn = {**by_length, "memory.png": [memory] if memory is not None else []}
     for name, figures in drawn.items():
         if figures:
             draw_lines(figures, out / name)

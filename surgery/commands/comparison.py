@@ -15,7 +15,7 @@ from surgery.evaluation.bench import measure
 from surgery.evaluation.entries import Entry, ModelPool
 from surgery.evaluation.head_matrices import mixing
 from surgery.evaluation.report import Report
-from surgery.evaluation.serving import try_engine
+from surgery.evaluation.suites import try_out
 from surgery.jobs.output_folder import begin, check_folder, withdrawn_if_refused
 from surgery.jobs.preparing import check, name_texts
 from surgery.jobs.report_folder import REPORT, write_report
@@ -112,7 +112,7 @@ def _opened(
         source = other.model if isinstance(other, Checkpoint) else other
         entries[label] = Entry(source, display_name(other.name), Plan.read(plan) if plan.exists() else None)
     check(recipe, base)
-    try_engine(recipe.bench)
+    try_out(recipe.bench)
     return recipe, base, entries, controls_of(recipe, base, {label: other.name for label, other in beside.items()})
 
 

@@ -11,8 +11,8 @@ from surgery.choosing import way_of
 from surgery.choosing.bounded import MORE, SEED, TEXTS
 from surgery.choosing.task import Most
 from surgery.evaluation.contexts import readable
-from surgery.evaluation.speed import ROUNDS, decode_forwards
-from surgery.evaluation.suites import TABLE, Task, measures, standard, tasks
+from surgery.evaluation.suites import costly, measured, tasks, timings
+from surgery.evaluation.task import Shapes, Task
 from surgery.hybrids.patching import hooked
 from surgery.locating.questions import asked
 from surgery.models.answers import LENGTHS
@@ -109,54 +109,42 @@ class Benching:
 
 
 def benching(recipe: Recipe, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, limit: int | None = None) -> Benching:
-    """What bench does with a model. limit: examples of a task that are made for it; of RULER's, as many as two batches hold."""
+    """What bench does with a model. limit: examples of a task that are made for it; of those that take long to make, as many as
+    two batches hold."""
     options = recipe.bench
     few = options.model_copy(update={"limit": min(options.limit, limit or COUNTED), "task_limit": TRIED})
-    suites = {suite for suite in (*options.suites, *TABLE) if suite != "table" and measures(options, suite)}
-    asked = [few.model_copy(update={"suites": tuple(suites - {"ruler"})})]
-    if "ruler" in suites:
-        for length in readable(options, tokenizer):
-            two = min(few.limit, max(2, 2 * (options.batch_size * options.window // length)))
-            asked.append(few.model_copy(update={"suites": ("ruler",), "tasks": (), "contexts": (length,), "limit": two}))
+    suites, slow = measured(options), costly() & measured(options)
+    asked = [few.model_copy(update={"suites": tuple(suites - slow)})]
+    for length in readable(options, tokenizer) if slow else ():
+        two = min(few.limit, max(2, 2 * (options.batch_size * options.window // length)))
+        asked.append(few.model_copy(update={"suites": tuple(slow), "tasks": (), "contexts": (length,), "limit": two}))
     shapes = timed_shapes(options, readable(options, tokenizer))
     work, longest = Work.of(shapes), max((tokens for _, tokens in shapes), default=0)
     making = encoding = 0.0
-    todo = list[Task]()
+    exact = all(part.limit == options.limit for part in asked)
     for part in asked:
         watch = Stopwatch(model.device)
         made = tasks(part, tokenizer, recipe.data, recipe.seed)
-        if "ruler" in part.suites:  # whose prompts are tried until they fit
+        if slow & {*part.suites}:
             making += watch.read()[0] * options.limit / part.limit
-        todo += made
         for task in made:
-            if task.shapes is not None:
-                watch = Stopwatch(model.device)
-                shapes = task.shapes()  # encodes all that is asked, as every model's turn does
-                more = options.limit / part.limit if task.count == part.limit and task.metric == "accuracy" else 1.0
-                work, encoding = work + Work.of(shapes) * more, encoding + watch.read()[0] * more
-                longest = max(longest, *(tokens for _, tokens in shapes), 0)
-    if standard(options):
-        alone = options.model_copy(update={"suites": (), "tasks": tuple(standard(options))})
-        asked_of = tasks(alone, tokenizer, recipe.data, recipe.seed)
-        whole = {(task.name, task.part): task.count for task in asked_of}
-        for task in (each for each in todo if each.shapes is None):
-            tried = _tried(task, model)
-            longest, work = max(longest, tried.largest), work + tried * (whole[task.name, task.part] / max(1, task.count))
-    exact = all(part.limit == options.limit for part in asked) and not standard(options)
-    return Benching(work, longest, making, encoding, exact, "ruler" in suites)
+            if task.shapes is None:
+                tried, exact = _tried(task, model), False
+                whole = min(task.there, options.task_limit or task.there)
+                longest, work = max(longest, tried.largest), work + tried * (whole / max(1, task.count))
+                continue
+            watch = Stopwatch(model.device)
+            shapes = task.shapes()  # encodes all that is asked, as every model's turn does
+            more = options.limit / part.limit if task.count == part.limit and task.metric == "accuracy" else 1.0
+            work, encoding = work + Work.of(shapes) * more, encoding + watch.read()[0] * more
+            longest = max(longest, *(tokens for _, tokens in shapes), 0)
+    return Benching(work, longest, making, encoding, exact, bool(slow))
 
 
-def timed_shapes(options: Bench, contexts: Sequence[int]) -> list[tuple[int, int]]:
-    """(rows, tokens) of the forwards that are timed. A token after a cache counts as a row of one."""
-    shapes = [(1, 1)] if contexts else []  # whether it goes on from a cache at all
-    decoded = decode_forwards() - 1
-    for context in contexts:
-        if "quick" in options.suites:
-            shapes += [(1, context), *[(1, 1)] * decoded]
-        if measures(options, "speed"):
-            for rows in options.batches:
-                shapes += [(rows, context)] * (ROUNDS + 1) + [(rows, 1)] * decoded
-    return shapes
+def timed_shapes(options: Bench, contexts: list[int]) -> Shapes:
+    """Of the forwards that are timed. A token after a cache counts as a row of one."""
+    whether = [(1, 1)] if contexts else []  # whether it goes on from a cache at all
+    return [*whether, *(shape for timing in timings(options, contexts) for shape in timing.shapes)]
 
 
 def _tried(task: Task, model: PreTrainedModel) -> Work:

@@ -2,7 +2,7 @@
 
 import math
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,23 +13,21 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from surgery.errors import UserError
 from surgery.evaluation.cells import Cell, check_same, kept, values
 from surgery.evaluation.contexts import readable
+from surgery.evaluation.decoding import Timed, Timing, here
 from surgery.evaluation.entries import Entry, ModelPool
 from surgery.evaluation.report import Report
-from surgery.evaluation.results import HITS, Cost, ModelReport, Perplexity, Serving, Speed
-from surgery.evaluation.serving import Served, check_serving, serve, versions
-from surgery.evaluation.speed import Timed, decode_cost, speed
-from surgery.evaluation.suites import Task, measures, pooled, tasks
-from surgery.evaluation.text_hits import no_hits
+from surgery.evaluation.results import ModelReport, Perplexity
+from surgery.evaluation.suites import check, having, pooled, tasks, timings
+from surgery.evaluation.task import Task
 from surgery.loading.digests import Conditions, fingerprint, tokenizer_digest
 from surgery.loading.opened import Checkpoint, model_of, tokenizer_of
 from surgery.models.cache import decodes
 from surgery.models.finite import within
 from surgery.probes.knowledge import Knowledge, Letters
-from surgery.records.names import display_name, is_control, strip_paths
+from surgery.records.names import display_name, strip_paths
 from surgery.records.plan import published
 from surgery.records.recipe import Bench, Data
-from surgery.records.record import KERNEL_PACKAGES, PACKAGES, environment, provenance
-from surgery.runtime.consent import consent
+from surgery.records.record import provenance
 from surgery.runtime.memory import keep_apart
 from surgery.runtime.processes import gather, is_main, share, state
 from surgery.runtime.progress import Track, busy, say
@@ -141,11 +139,11 @@ def measure(
     Raises UserError for a suite whose data or package is missing, and if two models were not asked the same.
     """
     options, data = options or Bench(), data or Data()
-    check_serving(options)
+    check(options)
     named = {name: e if isinstance(e, Entry) else Entry(e, name) for name, e in entries.items()}
     todo = tasks(options, tokenizer, data, seed)
-    if without := next((task.name for task in todo if not task.count and task.name.startswith(HITS)), None):
-        raise no_hits(without, data)
+    if lacking := next((task.lacking for task in todo if task.lacking), None):
+        raise UserError(lacking)
     models, words = ModelPool(named), tokenizer_digest(tokenizer)
     for model in models.held.values():
         keep_apart(model)
@@ -160,8 +158,8 @@ def measure(
     if contexts and not decodes(models[first]):
         say(f"note: {first} cannot go on from a cache in transformers, so that no token is timed")
         contexts = []
-    timed = _timed(models, measured_under, options, contexts, cells)
-    served = _served(models, measured_under, options, tokenizer, cells) if "serving" in options.suites else {}
+    timed = _timed(models, measured_under, timings(options, contexts), cells)
+    further = _further(models, measured_under, options, tokenizer, cells)
     pairs: dict[tuple[str, str], tuple[np.ndarray, np.ndarray]] = {}
     for name, by_task in cells_of.items():
         for task, measured in by_task.items():
@@ -176,9 +174,11 @@ def measure(
             cells_of[name],
             {task: difference(base, model) for (n, task), (base, model) in pairs.items() if n == name},
             {task: test for (n, task), test in tests.items() if n == name},
-            tuple(cost for each in timed[name] for cost in each.costs),
-            tuple(speed for each in timed[name] for speed in each.speeds),
-            served.get(name, ()),
+            {
+                "cost": tuple(cost for each in timed[name] for cost in each.costs),
+                "speed": tuple(speed for each in timed[name] for speed in each.speeds),
+                **further[name],
+            },
             models.parameters.get(name),
             _guessing(models[first], data, cells_of[first]) if name == first else {},
             invented(data, tokenizer, ("held_out_text", "facts")) if name == first else (),
@@ -218,62 +218,40 @@ def _measured(
 
 
 def _timed(
-    models: ModelPool, measured_under: dict[str, Conditions], options: Bench, contexts: list[int], folder: Path | None
+    models: ModelPool, measured_under: dict[str, Conditions], timings: list[Timing], folder: Path | None
 ) -> dict[str, list[Timed]]:
     """What tokens cost in each model, measured by the first process while the others wait. Those that are held are timed
     together, so that a disturbance of the machine hits all of them."""
-    jobs: list[tuple[str, Callable[[Mapping[str, PreTrainedModel]], Timed]]] = []
-    if "quick" in options.suites:
-        jobs += [(f"cost {context}", partial(decode_cost, context=context)) for context in contexts]
-    if measures(options, "speed"):
-        jobs += [(f"speed {c} {b}", partial(speed, context=c, batch=b)) for c in contexts for b in options.batches]
-    common = _here()
+    common = here()
     timed: dict[str, list[Timed]] = {name: [] for name in models}
     if is_main():
-        for names, (cell, measure) in Track([(names, job) for names in models.together() for job in jobs], "timing"):
-            key = {"cell": cell, **common, "models": [measured_under[name].model_dump() for name in names]}
-            times = kept(folder, key, Timed, partial(_time, models, names, measure))
+        for names, timing in Track([(names, timing) for names in models.together() for timing in timings], "timing"):
+            key = {"cell": timing.cell, **common, "models": [measured_under[name].model_dump() for name in names]}
+            times = kept(folder, key, Timed, partial(_time, models, names, timing))
             for name, one_model in zip(names, times.each(), strict=True):
                 timed[name].append(one_model)
     state().wait_for_everyone()
     return timed
 
 
-def _here() -> dict[str, Any]:
-    """A time belongs to where it was taken."""
-    here = environment((*PACKAGES, *KERNEL_PACKAGES))
-    packages = {name: here.packages[name] for name in (*PACKAGES, *KERNEL_PACKAGES)}
-    return {"machine": here.machine, "number of threads": here.threads, "packages": packages}
-
-
-def _served(
+def _further(
     models: ModelPool,
     measured_under: dict[str, Conditions],
     options: Bench,
     tokenizer: PreTrainedTokenizerBase,
     folder: Path | None,
-) -> dict[str, tuple[Serving, ...]]:
-    """What models cost in a serving engine, one after the other, by the first process. Controls cost what their models cost."""
-    served: dict[str, tuple[Serving, ...]] = {}
-    if is_main():
-        python = consent().engine_python or Path()  # check_serving has asked for it
-        contexts = readable(options, tokenizer)
-        common = {"cell": "serving", **_here(), "engine": versions(python)}
-        asked = {"contexts": contexts, "concurrencies": options.concurrencies}
-        for name in Track([name for name in models if not is_control(name)], "serving"):
-            key = common | asked | {"models": [measured_under[name].model_dump()]}
-
-            def measure(name: str = name) -> Served:
-                with within(f"{name}, serving"):
-                    return serve(models[name], tokenizer, python, contexts, options.concurrencies)
-
-            served[name] = kept(folder, key, Served, measure).serving
+) -> dict[str, dict[str, Any]]:
+    """Model -> the fields of its report that suites measure in ways of their own."""
+    further: dict[str, dict[str, Any]] = {name: {} for name in models}
+    for fields in having("fields"):
+        for name, of_model in fields(models, measured_under, options, tokenizer, folder).items():
+            further[name] |= of_model
     state().wait_for_everyone()
-    return served
+    return further
 
 
-def _time(models: ModelPool, names: list[str], measure: Callable[[Mapping[str, PreTrainedModel]], Timed]) -> Timed:
-    return measure({name: models[name] for name in names})
+def _time(models: ModelPool, names: list[str], timing: Timing) -> Timed:
+    return timing.measure({name: models[name] for name in names})
 
 
 def _result(task: str, measured: np.ndarray) -> Proportion | Estimate | Perplexity:
@@ -284,8 +262,7 @@ def _result(task: str, measured: np.ndarray) -> Proportion | Estimate | Perplexi
 
 def _report(
     entry: Entry, measured_under: Conditions, cells: dict[str, list[Cell]], change: dict[str, Estimate],
-    tests: dict[str, Evidence], cost: tuple[Cost, ...], fast: tuple[Speed, ...],
-    served: tuple[Serving, ...], parameters: int | None, guessing: dict[str, float],
+    tests: dict[str, Evidence], further: dict[str, Any], parameters: int | None, guessing: dict[str, float],
     of_the_world: tuple[str, ...],
 ) -> ModelReport:  # fmt: skip
     results = {task: _result(task, values(measured)) for task, measured in cells.items()}
@@ -302,8 +279,7 @@ def _report(
         "parameters": parameters,
     }
     return ModelReport.model_validate(
-        {**fields, "kv": kv, **own, "tasks": results, "cost": cost, "speed": fast, "serving": served,
-         "change": change, "evidence": tests,
+        {**fields, **further, "kv": kv, **own, "tasks": results, "change": change, "evidence": tests,
          "seeds": seeds, "guessing": guessing, "invented": of_the_world}
     )  # fmt: skip
 

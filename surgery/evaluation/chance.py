@@ -3,8 +3,9 @@
 from functools import cache
 from typing import Any
 
+from surgery.evaluation.asking import WRITTEN, sized_options
 from surgery.evaluation.results import NEEDLES
-from surgery.evaluation.suites import RULER_TITLES, WRITTEN, sized_options
+from surgery.evaluation.suites import families
 from surgery.probes import make, probes
 from surgery.probes.needle import CHOICES
 from surgery.probes.question import CompletionProbe
@@ -18,8 +19,9 @@ def chance(task: str) -> float | None:
     name = "kv" if name == "kv_unseen" else name
     if name == "needle" or name in NEEDLES:
         return 1 / CHOICES
-    if name in WRITTEN or name in RULER_TITLES:
-        return 0.0
+    guess = 0.0 if name in WRITTEN else getattr(families().get(name), "guess", None)
+    if guess is not None:
+        return guess
     if name not in probes() or not size.isdigit():
         return None
     if (options := sized_options(name, int(size))) is None:

@@ -6,16 +6,19 @@ answer names both. Of a model that has windows and no grafts, the question is wh
 costs is told, too.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from surgery.evaluation.results import HITS, OTHERS, ModelReport, Results, is_loss, needle_tasks, value
+from surgery.evaluation.suites import wholes
 from surgery.probes.needle import CHOICES
 from surgery.probes.skills import BOUND, BOUND_OF_LOSS
 from surgery.records.names import is_control
 from surgery.statistics import CEILING, Estimate, Evidence, Proportion, at_chance, written
 
-UNSEEN, RULER = "kv_unseen", "ruler"
+UNSEEN = "kv_unseen"
 CERTAIN = 0.02  # two points of accuracy, or a change of the loss by which perplexity changes by 2%
 NAMED = 6  # tasks in a sentence
 SKILLS = ("letters", "knowledge")  # what a model is judged by where its heads were located by it; else by dictionaries
@@ -81,9 +84,10 @@ def heading(task: str) -> str:
     """A task's name in a table."""
     if task.startswith(f"{UNSEEN}."):
         return f"KV {task.removeprefix(f'{UNSEEN}.')}, unseen keys"
-    if task.startswith(f"{RULER}."):
-        return f"RULER, {int(task.removeprefix(f'{RULER}.')):,} tokens"
-    if (family := task.partition(".")[0]) in (HITS, OTHERS):
+    family, _, size = task.partition(".")
+    if family in wholes():
+        return f"{wholes()[family]}, {int(size):,} tokens"
+    if family in (HITS, OTHERS):
         return f"{family.replace('_', ' ')} at {task.removeprefix(f'{family}.')} (nats)"
     return task.replace("kv.", "KV ")
 
@@ -115,10 +119,12 @@ def _judged(report: Results, name: str) -> Judgement:
     base, model = report.base, report.models[name]
     skill = _located_skill(report)
     if not (base.kv or skill):
-        for judged_by in (_judged_by_hits, _judged_by_needles, _judged_by_ruler):
+        ways: list[Callable[[Results, str], Judgement | None]] = [_judged_by_hits, _judged_by_needles]
+        for judged_by in [*ways, *(partial(_judged_by_whole, whole) for whole in wholes())]:
             if (decided := judged_by(report, name)) is not None:
                 return decided
-        answer = "Not to be judged: retrieval was not measured (bench.suites without quick, retrieval, hits, length or ruler)."
+        *most, last = "quick", "retrieval", "hits", "length", *wholes()
+        answer = f"Not to be judged: retrieval was not measured (bench.suites without {', '.join(most)} or {last})."
         return Judgement(name, "not to be judged", answer, (_cost(base, model),))
     size = "" if skill else max(base.kv, key=int)  # the largest size, and not the one that looks best
     task = skill or f"kv.{size}"
@@ -247,20 +253,20 @@ def _judged_by_needles(report: Results, name: str) -> Judgement | None:
     return _judged_by(task, compared, "ask more examples (bench.limit)", report, name)
 
 
-def _judged_by_ruler(report: Results, name: str) -> Judgement | None:
-    """By all tasks of RULER together, where nothing else was asked, at the longest length at which either model writes any
-    answer; None if none was asked. Guessing writes none, so a base at 0 is no objection."""
-    base, model = report.base, report.models[name]
-    tasks = {int(task.partition(".")[2]): task for task in model.change if task.startswith(f"{RULER}.")}
+def _judged_by_whole(whole: str, report: Results, name: str) -> Judgement | None:
+    """By all tasks of a suite together (RULER), where nothing else was asked, at the longest length at which either model
+    writes any answer; None if none was asked. Guessing writes none, so a base at 0 is no objection."""
+    base, model, title = report.base, report.models[name], wholes()[whole]
+    tasks = {int(task.partition(".")[2]): task for task in model.change if task.startswith(f"{whole}.")}
     if not tasks:
         return None
     both = {n: (value(model.tasks[task]), value(base.tasks[task])) for n, task in tasks.items()}
     if (length := max((n for n, shares in both.items() if any(shares)), default=0)) == 0:
         lengths = " and ".join(f"{n:,}" for n in sorted(tasks))
-        answer = f"Not to be judged: neither {name} nor the base writes any answer of RULER, at {lengths} tokens."
+        answer = f"Not to be judged: neither {name} nor the base writes any answer of {title}, at {lengths} tokens."
         return Judgement(name, "not to be judged", answer, (_cost(base, model),))
     compared = (
-        f"of RULER's answers, after {length:,} tokens, {name} writes {both[length][0]:.3f}, the base {both[length][1]:.3f} "
+        f"of {title}'s answers, after {length:,} tokens, {name} writes {both[length][0]:.3f}, the base {both[length][1]:.3f} "
         f"(difference {model.change[tasks[length]]}, all tasks)"
     )
     return _judged_by(tasks[length], compared, "ask more examples (bench.limit)", report, name)

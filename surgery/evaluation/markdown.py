@@ -1,9 +1,10 @@
 """The report as tables that a newcomer understands: for the terminal, report.md and the model card."""
 
 from surgery.evaluation.automatic import automatic_choices, rounds
-from surgery.evaluation.judgement import RULER, UNSEEN, did_it_help, heading, verdict
-from surgery.evaluation.results import HITS, NEEDLES, OTHERS, ModelReport, Results, count, needle_tasks, value
-from surgery.evaluation.suites import RULER_TITLES
+from surgery.evaluation.judgement import UNSEEN, did_it_help, heading, verdict
+from surgery.evaluation.results import HITS, OTHERS, ModelReport, Results, count, needle_tasks, value
+from surgery.evaluation.suites import families as shown
+from surgery.evaluation.suites import wholes
 from surgery.records.names import in_markdown, one_line
 from surgery.records.plan import Plan
 from surgery.records.site import shortened
@@ -22,11 +23,11 @@ from farther back."""
 
 def rows(report: Results) -> tuple[list[str], list[list[str]]]:
     """Header and one row a model. Probes of several sizes have tables of their own, key-value retrieval its columns here, with
-    keys not used in tuning at the largest size, and so has RULER as a whole."""
+    keys not used in tuning at the largest size, and so has a suite as a whole (RULER)."""
     results = [*report.base.results()]
     largest = [task for task in results if _family(task) == UNSEEN][-1:]
     tasks = [task for task in results if _family(task) == "kv"] + largest
-    tasks += [task for task in results if _family(task) in (task, RULER)]
+    tasks += [task for task in results if _family(task) in (task, *wholes())]
     header = ["model", *map(heading, tasks)]
     return header, [[name, *(_cell(model, task) for task in tasks)] for name, model in report.models.items()]
 
@@ -143,11 +144,11 @@ def _swept(report: Results) -> list[str]:
             families.setdefault(family, []).append(task)
     parts = []
     for family, tasks in families.items():
-        if family == RULER or (family == UNSEEN and len(tasks) == 1):
+        if family in wholes() or (family == UNSEEN and len(tasks) == 1):
             continue  # it has its column in the main table
         body = [[name, *(_cell(model, task) for task in tasks)] for name, model in report.models.items()]
         sizes = [task.removeprefix(f"{family}.").replace(".", " at ") for task in tasks]
-        header = ["tokens" if family in NEEDLES or family in RULER_TITLES else "size", *sizes]
+        header = ["tokens" if family in shown() and shown()[family].unit == "tokens" else "size", *sizes]
         if family == "needle":
             header = ["tokens at depth", *(f"{size}%" for size in sizes)]
         title = family.replace("_", " ")
@@ -156,8 +157,8 @@ def _swept(report: Results) -> list[str]:
         parts.append(f"## {title}\n\n{named_table(header, body)}\n")
     if HITS in families:
         parts.append(f"{HITS_EXPLANATION}\n\n![Loss on recall hits](hits.png)\n")
-    if any(family in RULER_TITLES and len(tasks) > 1 for family, tasks in families.items()):
-        parts.append("![RULER against the length of the prompt](ruler.png)\n")
+    several = (shown()[family].picture for family, tasks in families.items() if family in shown() and len(tasks) > 1)
+    parts += [f"![{caption}]({file})\n" for file, caption in dict.fromkeys(filter(None, several))]
     if any(len(lengths) > 1 for lengths in needle_tasks(report.base.tasks).values()):
         parts.append("![Retrieval against the length of the prompt](lengths.png)\n")
     return parts

@@ -9,12 +9,10 @@ from surgery.evaluation.figure import Figure, Look, Point, Series, looks
 from surgery.evaluation.judgement import UNSEEN
 from surgery.evaluation.plots import draw_lines
 from surgery.evaluation.results import HITS, MIDDLE, NEEDLES, OTHERS, ModelReport, Perplexity, Results, count, is_loss, value
-from surgery.evaluation.suites import RULER_TITLES
+from surgery.evaluation.suites import families
 from surgery.records.names import is_control
 from surgery.runtime import plotting
 from surgery.statistics import Estimate, Proportion
-
-NEEDLE_TITLES = dict(zip(NEEDLES, ("One of several needles", "Several needles, one after the other"), strict=True))
 
 
 def draw(report: Results, folder: Path, only: str = "") -> None:
@@ -30,7 +28,7 @@ def draw(report: Results, folder: Path, only: str = "") -> None:
             figure for (family, depth), figure in figures.items()
             if (family in NEEDLES or (family == "needle" and depth == str(MIDDLE))) and len(figure.xs) > 1
         ],
-        "ruler.png": ruler_figures(figures),
+        **pictures(figures),
         "cost.png": timed[: 2 if first.cost else 0],
         "speed.png": timed[-3:] if first.speed else [],  # the largest batch
     }  # fmt: skip
@@ -68,9 +66,14 @@ def retrieval_figures(report: Results, look: dict[str, Look]) -> dict[tuple[str,
     return figures
 
 
-def ruler_figures(figures: dict[tuple[str, str], Figure]) -> list[Figure]:
-    """Of retrieval_figures those of RULER's tasks that were asked in several lengths."""
-    return [figure for (family, _), figure in figures.items() if family in RULER_TITLES and len(figure.xs) > 1]
+def pictures(figures: dict[tuple[str, str], Figure]) -> dict[str, list[Figure]]:
+    """By the file that holds them, those of retrieval_figures that suites draw together, and that have several lengths."""
+    together: dict[str, list[Figure]] = {}
+    for (family, _), figure in figures.items():
+        shown = families().get(family)
+        if shown is not None and shown.picture is not None and len(figure.xs) > 1:
+            together.setdefault(shown.picture[0], []).append(figure)
+    return together
 
 
 def cost_figures(report: Results, look: dict[str, Look]) -> list[Figure]:
@@ -126,17 +129,8 @@ def _spread(x: int, values: list[float], unit: str) -> Point:
 
 def _labels(family: str, depth: str) -> tuple[str, str, str]:
     """Title, unit of a size, and the label of the axis."""
-    if family in ("kv", UNSEEN):
-        unseen = ", keys not used in tuning" if family == UNSEEN else ""
-        return f"Key-value retrieval{unseen}", "pairs", "pairs in the dictionary"
-    if family in (HITS, OTHERS):
-        return f"Loss on {family.replace('_', ' ')} of text", "tokens", "tokens of a row"
-    if family == "needle" and depth == str(MIDDLE):
-        return "A needle in the middle of a text", "tokens", "tokens of the prompt"
-    if family in NEEDLES:
-        return NEEDLE_TITLES[family], "tokens", "tokens of the prompt"
-    if family in RULER_TITLES:
-        return f"RULER, {RULER_TITLES[family]}", "tokens", "tokens of the prompt and what is written"
+    if (shown := families().get(f"{family}.{depth}" if depth else family)) is not None:
+        return shown.title, shown.unit, shown.axis
     unit = "tokens" if family == "needle" else "size"
     return family.replace("_", " ") + (f" at depth {depth}%" if depth else ""), unit, unit
 

@@ -23,7 +23,7 @@ def is_loss(task: str) -> bool:
 
 
 def needle_tasks(tasks: Iterable[str]) -> dict[str, dict[int, str]]:
-    """Family -> length of the prompts -> task, for needles; of single ones, those in the middle."""
+    """TaskFamily -> length of the prompts -> task, for needles; of single ones, those in the middle."""
     result: dict[str, dict[int, str]] = {}
     for task in tasks:
         family, _, size = task.partition(".")

@@ -7,12 +7,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from surgery.choosing import check_way
 from surgery.choosing.windows import check_length, check_windows
 from surgery.errors import UserError
-from surgery.evaluation import harness
+from surgery.evaluation import suites
 from surgery.evaluation.bench import invented
-from surgery.evaluation.contexts import said_of_long
-from surgery.evaluation.serving import check_serving
-from surgery.evaluation.suites import OF_DATA, bench_seed, check_probes, measures, standard
-from surgery.evaluation.text_hits import check_hits
 from surgery.families import family_of
 from surgery.loading.empty import load_empty
 from surgery.loading.opened import Checkpoint
@@ -36,18 +32,13 @@ def check(recipe: Recipe, base: Checkpoint) -> None:
     first that is not, or does not."""
     check_bench(recipe.bench, base.model)
     with busy("checking the inputs"):
-        if names := standard(recipe.bench):
-            harness.load(names, recipe.bench.include_path, recipe.bench.data_path)
-        if long := said_of_long(recipe.bench, base.tokenizer):
+        if long := suites.said_of_long(recipe.bench, base.tokenizer):
             say(long)
-        if "table" in recipe.bench.suites and (missing := [s for s in OF_DATA if not measures(recipe.bench, s)]):
-            say(f"not measured: {' and '.join(missing)}; bench.data_path names the folder of their data")
-        check_probes(recipe.bench, base.tokenizer, recipe.data, recipe.seed)
-        check_serving(recipe.bench)
+        suites.check(recipe.bench)
+        suites.check_inputs(recipe.bench, base.tokenizer, recipe.data, recipe.seed)
         check_questions(base.tokenizer, recipe.locate, recipe.seed)
         Knowledge(recipe.data.facts).questions(1, seed=0)
         Letters(recipe.data.facts).questions(1, seed=0)
-        check_hits(recipe.bench, base.tokenizer, recipe.data, bench_seed(recipe.seed))
         TextWindows(recipe.data.held_out_text, 1, recipe.bench.window).token_windows(base.tokenizer, seed=0)
         batches.check(base.tokenizer, recipe.tune, recipe.data, recipe.bench, recipe.seed)
 

@@ -18,7 +18,7 @@ from surgery.evaluation.entries import Entry
 from surgery.evaluation.head_matrices import mixing
 from surgery.evaluation.report import Report
 from surgery.evaluation.results import Located
-from surgery.evaluation.serving import try_engine
+from surgery.evaluation.suites import try_out
 from surgery.exporting.export import check_space, export
 from surgery.exporting.folder import RECORD, Exported
 from surgery.exporting.verifications import check_way
@@ -82,7 +82,7 @@ def run(
         family_of(base.model.config)  # before the work begins: nothing else can be grafted
         check(recipe, base)
         check_run(recipe, base)
-        try_engine(recipe.bench)
+        try_out(recipe.bench)
         if recipe.tune.lora is not None:
             matches(ungrafted(base.model), recipe.tune.lora)  # attention layers that the base brought can have adapters, too
         earlier = begin(out, "run", recipe, resume=resume, overwrite=overwrite)

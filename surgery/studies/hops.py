@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from surgery.errors import UserError
 from surgery.evaluation.markdown import shortened
 from surgery.evaluation.results import value
-from surgery.evaluation.suites import bench_seed
+from surgery.evaluation.task import bench_seed
 from surgery.jobs.locating_stage import located
 from surgery.jobs.planning_stage import KEPT, planned
 from surgery.jobs.tuning_stage import tuned

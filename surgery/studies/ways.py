@@ -24,7 +24,7 @@ from surgery.choosing.bounded import Measuring, PlanMeasurement
 from surgery.errors import UserError
 from surgery.evaluation.cells import Kept, kept
 from surgery.evaluation.results import value
-from surgery.evaluation.suites import bench_seed
+from surgery.evaluation.task import bench_seed
 from surgery.jobs.locating_stage import RANKING, located
 from surgery.jobs.opening import open_checkpoint
 from surgery.jobs.planning_stage import planned

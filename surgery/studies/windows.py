@@ -20,7 +20,7 @@ from surgery.choosing.bounded import Measuring, PlanMeasurement
 from surgery.choosing.windows import least_needed, windowed
 from surgery.errors import UserError
 from surgery.evaluation.results import value
-from surgery.evaluation.suites import bench_seed
+from surgery.evaluation.task import bench_seed
 from surgery.jobs.locating_stage import located
 from surgery.locating.planning import plan
 from surgery.locating.ranking import Ranking

@@ -18,7 +18,8 @@ import yaml
 
 import surgery as toolkit
 from surgery.families import families
-from surgery.probes import probes, ruler
+from surgery.more.probes import ruler
+from surgery.probes import probes
 from surgery.records.recipe import Bench, Tune, read_recipe
 from surgery.world.text import document
 from tests.conftest import ROOT, TINY

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from surgery.errors import UserError
-from surgery.evaluation import cells, markdown, report_figures, suites
+from surgery.evaluation import asking, cells, markdown, report_figures, suites
 from surgery.evaluation.bench import measure
 from surgery.evaluation.report import Report
 from surgery.evaluation.results import Perplexity, needle_tasks
@@ -99,7 +99,7 @@ def test_processes_share_the_cells_and_a_finished_one_is_not_measured_again(pair
     assert len(halves) == 2 * len(suites.names(options))
     times = written(tmp_path)
     with monkeypatch.context() as patched:
-        patched.setattr(suites, "answer", refuse)
+        patched.setattr(asking, "answer", refuse)
         again = measure(pair, tokenizer, options, cells=tmp_path)
         assert {path: written(tmp_path)[path] for path in times} == times
         times = written(tmp_path)  # now with what was timed
@@ -138,7 +138,9 @@ def test_several_seeds_ask_no_example_twice(tokenizer):
     asked = [task.identity.split()[1:] for task in tasks(few, tokenizer, Data(), 5) if task.name == "knowledge"]
     assert len(asked) == 3
     assert len({digest for one in asked for digest in one}) == sum(map(len, asked)) > 40
-    module = [task.seed for task in suites._probe_tasks("knowledge", "knowledge", {}, fixed, tokenizer, Data(), 5)]
+    module = [
+        task.seed for task in asking.probe_tasks("knowledge", asking.Asking("knowledge", {}), fixed, tokenizer, Data(), 5)
+    ]
     assert module == [5]  # all facts are asked at once
 
 
@@ -151,7 +153,7 @@ def test_several_seeds_are_told_apart(pair, tokenizer):
 
 def test_a_planted_improvement_is_refused(pair, tokenizer, monkeypatch, tmp_path):
     """The answer leaks into one model's prompts; or one model's results are those of easier examples."""
-    honest, options = suites.answer, Bench(pairs=(6,), limit=6, windows=2, window=16, contexts=())
+    honest, options = asking.answer, Bench(pairs=(6,), limit=6, windows=2, window=16, contexts=())
 
     def leaky(model, tokenizer, questions, batch_size):
         if getattr(model.config, "grafts", None):
@@ -159,7 +161,7 @@ def test_a_planted_improvement_is_refused(pair, tokenizer, monkeypatch, tmp_path
         return honest(model, tokenizer, questions, batch_size)
 
     with monkeypatch.context() as patched:
-        patched.setattr(suites, "answer", leaky)
+        patched.setattr(asking, "answer", leaky)
         with pytest.raises(UserError, match=r"base and hybrid were not asked the same in kv\.6: they read other tokens"):
             measure(pair, tokenizer, options)
     measure(pair, tokenizer, options, cells=tmp_path)

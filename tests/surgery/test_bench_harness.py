@@ -13,10 +13,12 @@ from lm_eval import evaluator
 from lm_eval.tasks import TaskManager
 
 from surgery.errors import UserError
-from surgery.evaluation import harness, suites
+from surgery.evaluation import suites
 from surgery.evaluation.bench import measure
 from surgery.evaluation.cells import Cell
 from surgery.exporting.export import export
+from surgery.more import TASKS, harness
+from surgery.more.suites.standard import DOCUMENTS, ZEROSHOT
 from surgery.probes import make, probes
 from surgery.records.plan import Plan
 from surgery.records.recipe import Bench, Data
@@ -109,7 +111,7 @@ def test_only_logits_that_may_be_read_are_computed(tiny, hybrid):
     """Of tasks that score continuations, with the same scores as from all logits."""
     from lm_eval.models.huggingface import HFLM
 
-    from surgery.evaluation.harness_model import Ends
+    from surgery.more.harness_model import Ends
 
     hybrid = copy.deepcopy(hybrid).double()
     pairs = (("The capital of the country is", " red"), ("A dog", " and a green cat and a bird"), ("One two three", " blue"))
@@ -225,7 +227,7 @@ def test_our_probes_are_tasks_of_the_harness(tiny, hybrid):
 
 
 def test_every_retrieval_probe_is_among_them():
-    named = set(TaskManager(include_path=harness.TASKS, include_defaults=False).all_tags)
+    named = set(TaskManager(include_path=TASKS, include_defaults=False).all_tags)
     assert named == {f"surgery_{probe}" for probe in {*probes()} - {"knowledge", "letters", "recall", "hits", "ruler"}}
 
 
@@ -324,12 +326,12 @@ def test_documents_and_language_from_a_folder(tiny, hybrid, on_the_hub, tmp_path
     export(hybrid, tmp_path / "hybrid", tokenizer=tiny.tokenizer, plan=Plan(sites=("L0.H3,5",)), base="tiny")
     options = Bench(suites=("documents", "zeroshot"), data_path=on_the_hub, batch_size=2)
     asked = {task.name: task for task in suites.tasks(options, tiny.tokenizer, Data(), 0)}
-    assert {*asked} == {*suites.DOCUMENTS, *suites.ZEROSHOT, "hellaswag_norm", "arc_challenge_norm"} == {*suites.names(options)}
+    assert {*asked} == {*DOCUMENTS, *ZEROSHOT, "hellaswag_norm", "arc_challenge_norm"} == {*suites.names(options)}
     monkeypatch.setattr(evaluator, "add_env_info", lambda _: None)  # lists all packages, for seconds
     with harness._local(on_the_hub):
         said = evaluator.simple_evaluate(
             "hf", f"pretrained={tmp_path / 'hybrid'}", ["swde", "based_drop", "lambada_openai", "hellaswag"], batch_size=2,
-            device="cpu", bootstrap_iters=0, task_manager=TaskManager(include_path=[harness.TASKS]),
+            device="cpu", bootstrap_iters=0, task_manager=TaskManager(include_path=[TASKS]),
         )["samples"]  # fmt: skip
     metrics = {"swde": "contains", "based_drop": "contains", "lambada_openai": "acc", "hellaswag": "acc"}
     for name, metric in metrics.items():

@@ -10,9 +10,10 @@ import pytest
 
 from surgery import Plan, UserError, bench, load, splice
 from surgery.evaluation import html, markdown
-from surgery.evaluation.serving import check_serving, versions
+from surgery.evaluation.suites import check
 from surgery.records.recipe import Bench, read_recipe
 from surgery.runtime.consent import consenting
+from surgery.serving.suites.serving import versions
 
 ROOT = Path(__file__).parent.parent.parent
 BASE = str(ROOT / "checkpoints/tiny-mamba2")
@@ -92,7 +93,7 @@ def test_an_engine_is_named_before_anything_is_measured(pair, tmp_path):
         (("serving",), tmp_path / "none", "--engine-python: there is no program"),
     ):
         with consenting(engine_python=python), pytest.raises(UserError, match=message):
-            check_serving(Bench(suites=suites) if suites else Bench())
+            check(Bench(suites=suites) if suites else Bench())
         with consenting(engine_python=python), pytest.raises(UserError, match=message):
             bench(pair[0], options=Bench(suites=suites) if suites else Bench())
 

@@ -10,10 +10,10 @@ from transformers import AutoModelForCausalLM
 
 import surgery
 from surgery.errors import UserError
-from surgery.evaluation import harness
-from surgery.evaluation.task_code import check_task_code, without_task_code
 from surgery.exporting.export import export
 from surgery.kernels import native
+from surgery.more import harness
+from surgery.more.task_code import check_task_code, without_task_code
 from surgery.records.plan import Plan
 from surgery.runtime.consent import consent, consenting
 from surgery.splicing.splice import splice

@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from surgery.errors import UserError
 from surgery.evaluation.bench import measure
-from surgery.evaluation.language import sliding_losses
+from surgery.evaluation.suites.language import sliding_losses
 from surgery.locating.locate import locate
 from surgery.locating.subject import Subject
 from surgery.models.finite import NotFinite, broken_weight, checked, explained, watching_logits, within
@@ -162,7 +162,7 @@ def test_bench_names_model_and_task(broken, base, tokenizer, tmp_path):
 
 def test_standard_tasks(broken, tokenizer):
     pytest.importorskip("lm_eval", reason="needs the extra 'eval' (lm-evaluation-harness)")
-    from surgery.evaluation import harness
+    from surgery.more import harness
 
     for name in ("surgery_kv_4", "surgery_copying_8"):
         (task,) = harness.load([name])[name]

@@ -14,7 +14,7 @@ from surgery.evaluation import markdown, report_figures
 from surgery.evaluation.bench import bench
 from surgery.evaluation.judgement import judge
 from surgery.evaluation.suites import tasks
-from surgery.evaluation.text_hits import hit_texts
+from surgery.evaluation.suites.hits import hit_texts
 from surgery.probes.hits import NONE, PairCounts, hits, seen_before
 from surgery.probes.perplexity import text_losses
 from surgery.records.plan import Plan

@@ -11,10 +11,11 @@ import torch
 
 import surgery as package
 from surgery.errors import UserError
-from surgery.evaluation import cells, entries, suites
+from surgery.evaluation import asking, cells, entries
 from surgery.evaluation.bench import measure
 from surgery.evaluation.report import Report
 from surgery.evaluation.results import ModelReport
+from surgery.evaluation.task import Task
 from surgery.exporting import folder as export_folder
 from surgery.exporting.export import export
 from surgery.exporting.folder import RECORD, Exported
@@ -150,7 +151,7 @@ def test_the_code_counts(monkeypatch, tmp_path):
     monkeypatch.setattr(records, "__file__", str(root / "records" / "record.py"))
     digests = [code_digest.__wrapped__()]
     assert digests == [code_digest()]
-    for name in ("evaluation/suites.py", "kernels/ssd.c"):
+    for name in ("evaluation/task.py", "kernels/ssd.c"):
         with (root / name).open("a") as file:
             file.write("\n")
         digests.append(code_digest.__wrapped__())
@@ -163,7 +164,7 @@ def test_the_code_counts(monkeypatch, tmp_path):
 def test_a_cell_is_found_again_by_all_that_it_depends_on(place, tmp_path, monkeypatch):
     """Another tokenizer, kernel, device, version of lm_eval, package or code: measured anew."""
     model, measured = adopt(package.load(place / "base").model), []
-    honest = suites.answer
+    honest = asking.answer
 
     def counted(*arguments, **options):
         measured.append(1)
@@ -174,7 +175,7 @@ def test_a_cell_is_found_again_by_all_that_it_depends_on(place, tmp_path, monkey
         measure({"base": model}, tokenizer, QUICK, cells=tmp_path)
         return len(measured)
 
-    monkeypatch.setattr(suites, "answer", counted)
+    monkeypatch.setattr(asking, "answer", counted)
     first = how_many()
     assert first == 4  # kv, kv with unseen keys, knowledge, letters
     assert how_many() == 0
@@ -189,8 +190,8 @@ def test_a_cell_is_found_again_by_all_that_it_depends_on(place, tmp_path, monkey
     with package.kernels.dispatch.use(ssd_scan="chunked"):
         assert conditions(model, TOKENIZER).kernels["ssd_scan"] == "chunked"
         assert how_many() == first
-    task = suites.Task("t", 0, "t", lambda _: None, harness="0.4.13")
-    assert task.key() != suites.Task("t", 0, "t", lambda _: None, harness="0.5").key()
+    task = Task("t", 0, "t", lambda _: None, harness="0.4.13")
+    assert task.key() != Task("t", 0, "t", lambda _: None, harness="0.5").key()
 
 
 def test_a_falsified_or_foreign_cell_is_refused_by_name(place, tmp_path):

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from surgery.evaluation.language import sliding_losses, sliding_rows
+from surgery.evaluation.suites.language import sliding_losses, sliding_rows
 from surgery.models import pieces
 from surgery.models.pieces import computed_once, logits_in_pieces
 from surgery.probes.perplexity import TextWindows

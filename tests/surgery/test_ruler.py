@@ -11,10 +11,11 @@ import pytest
 
 import surgery
 from surgery.errors import UserError
-from surgery.probes import make, ruler
+from surgery.more.probes import ruler
+from surgery.more.probes.ruler import WRITTEN
+from surgery.probes import make
 from surgery.probes.kv import KVRetrieval
 from surgery.probes.question import Writing
-from surgery.probes.ruler import WRITTEN
 from surgery.probes.written import Texts, batches, write, write_shapes
 from surgery.records.plan import Plan
 from tests.conftest import TINY

@@ -13,10 +13,10 @@ from surgery.cli.sections import rows, sections
 from surgery.cli.settings import KINDS
 from surgery.cli.used_settings import USED
 from surgery.errors import UserError
-from surgery.evaluation import TASKS
 from surgery.exporting.formats import names as formats
 from surgery.jobs.preparing import check_run
 from surgery.kernels.dispatch import OPERATIONS
+from surgery.more import TASKS
 from surgery.pretraining.recipe import read_pretrain_recipe
 from surgery.probes import probes
 from surgery.records.recipe import Recipe, Suite, Text, read_recipe

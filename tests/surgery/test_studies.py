@@ -3,7 +3,7 @@
 import pytest
 
 from surgery.errors import UserError
-from surgery.evaluation import suites
+from surgery.evaluation import asking
 from surgery.evaluation.report import Report
 from surgery.locating.ranking import Ranking
 from surgery.pretraining.recipe import read_pretrain_recipe
@@ -80,7 +80,7 @@ def test_seeds(surgery, tmp_path, monkeypatch):
     # Interrupted after the last seed was measured: nothing is measured or trained again.
     (tmp_path / "out" / "findings.json").unlink()
     monkeypatch.setattr(TuningRun, "distil", None)
-    monkeypatch.setattr(suites, "answer", None)
+    monkeypatch.setattr(asking, "answer", None)
     assert surgery("run", "seeds.yaml", "--out", "out", "--resume")[0] == 0
     again = Findings.read(tmp_path / "out" / "findings.json")
     assert (again.rows, again.about) == (findings.rows, findings.about)
@@ -159,7 +159,7 @@ def test_retrieval_aware_conversion(surgery, tmp_path, monkeypatch):
     (tmp_path / "out" / "findings.json").unlink()
     monkeypatch.setattr(retrieval_aware, "align_layers", None)
     monkeypatch.setattr(TuningRun, "distil", None)
-    monkeypatch.setattr(suites, "answer", None)
+    monkeypatch.setattr(asking, "answer", None)
     assert surgery("run", "aware.yaml", "--out", "out", "--resume")[0] == 0
     again = Findings.read(tmp_path / "out" / "findings.json")
     assert (again.rows, again.about) == (findings.rows, findings.about)

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from surgery.commands import table as tables
 from surgery.errors import UserError
 from surgery.evaluation.report import Report
 from surgery.evaluation.results import Cost, ModelReport, Perplexity
 from surgery.loading.digests import Conditions
 from surgery.models.cache import cache_bytes, cache_parts, prefilled
+from surgery.more import table as tables
 from surgery.records.plan import Plan
 from surgery.records.record import provenance
 from surgery.records.site import Site

@@ -11,6 +11,7 @@ from transformers import AutoTokenizer, LlamaTokenizer, PreTrainedTokenizerBase,
 
 from surgery.errors import UserError
 from surgery.evaluation import suites
+from surgery.evaluation.task import bench_seed
 from surgery.exporting.export import export
 from surgery.models import tokens
 from surgery.pretraining.lessons import letter_pieces
@@ -295,7 +296,7 @@ def test_bench_decides_as_the_harness_s_command_does(name, tmp_path, monkeypatch
     evaluator = pytest.importorskip("lm_eval.evaluator", reason="needs the extra 'eval' (lm-evaluation-harness)")
     from lm_eval.tasks import TaskManager
 
-    from surgery.evaluation import harness
+    from surgery.more import TASKS, harness
 
     tokenizer, plan = kit(name), Plan(sites=("L0.H3",))
     base = random_base(vocab_size=len(tokenizer) + 11, num_hidden_layers=1)
@@ -304,7 +305,7 @@ def test_bench_decides_as_the_harness_s_command_does(name, tmp_path, monkeypatch
     monkeypatch.setattr(evaluator, "add_env_info", lambda _: None)  # lists all packages, for seconds
     said = evaluator.simple_evaluate(
         "hf", f"pretrained={tmp_path / 'hybrid'}", ["surgery_kv_4", "surgery_mqar_8", "surgery_phonebook_8"], batch_size=8,
-        device="cpu", bootstrap_iters=0, limit=10, task_manager=TaskManager(include_path=harness.TASKS, include_defaults=False),
+        device="cpu", bootstrap_iters=0, limit=10, task_manager=TaskManager(include_path=TASKS, include_defaults=False),
     )["samples"]  # fmt: skip
     options = Bench(suites=("retrieval",), pairs=(4, 8), limit=10, contexts=())
     ours = {task.name: task for task in suites.tasks(options, tokenizer, Data(), 0)}
@@ -313,7 +314,7 @@ def test_bench_decides_as_the_harness_s_command_does(name, tmp_path, monkeypatch
         assert ours[task].measure(hybrid).values.tolist() == [sample["acc"] for sample in theirs]
     (task,) = harness.load(["surgery_kv_4"])["surgery_kv_4"]
     assert harness.evaluate(hybrid, tokenizer, task, 4, 10)[0]["acc"].tolist() == [s["acc"] for s in said["surgery_kv_4"]]
-    encoded = encode(tokenizer, make("kv", pairs=4, keys="lessons").questions(10, suites.bench_seed(0)))
+    encoded = encode(tokenizer, make("kv", pairs=4, keys="lessons").questions(10, bench_seed(0)))
     # What the harness adds up in float32, against float64.
     with float64(), torch.no_grad():
         hybrid = hybrid.double()
@@ -325,7 +326,7 @@ def test_bench_decides_as_the_harness_s_command_does(name, tmp_path, monkeypatch
 
 def test_the_harness_gives_no_pad_token_to_the_caller_s_tokenizer():
     pytest.importorskip("lm_eval", reason="needs the extra 'eval' (lm-evaluation-harness)")
-    from surgery.evaluation import harness
+    from surgery.more import harness
 
     tokenizer = unigram()
     (task,) = harness.load(["surgery_kv_4"])["surgery_kv_4"]

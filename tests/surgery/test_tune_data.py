@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from surgery.errors import UserError
-from surgery.evaluation.suites import bench_seed
+from surgery.evaluation.task import bench_seed
 from surgery.probes import make, needle
 from surgery.probes.knowledge import CAPITALS
 from surgery.probes.kv import KVRetrieval

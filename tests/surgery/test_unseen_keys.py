@@ -64,8 +64,8 @@ def test_bench_asks_for_both(tokenizer):
     assert {"kv.4", "kv.8", "kv_unseen.8"} <= todo
     assert "kv_unseen.4" not in todo
     for name, keys in (("kv.8", LESSONS), ("kv_unseen.8", UNSEEN)):
-        probe, fields = suites._probes(options)[name]
-        for question in make(probe, **fields).questions(20, 0):
+        asking = suites.probes(options, Data())[name]
+        for question in make(asking.probe, **asking.options).questions(20, 0):
             assert words_of(question.prompt) <= keys
 
 

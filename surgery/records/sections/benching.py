@@ -1,7 +1,7 @@
 """What a hybrid and its base are measured on."""
 
 from collections.abc import Mapping
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import pydantic
 from pydantic import Field
@@ -18,43 +18,22 @@ from surgery.records.sections.section import (
     Tokens,
     check_tokens,
 )
+from surgery.runtime.listing import literals
 
 Control = Literal["tuned", "random_site", "same_layer"]
-Suite = Literal[
-    "quick", "retrieval", "length", "ruler", "language", "hits", "knowledge", "documents", "zeroshot", "paper", "speed",
-    "serving", "table", "table_quick",
-]  # fmt: skip
-SUITES: dict[Suite, str] = {
-    "quick": (
-        "Key-value retrieval (bench.pairs, and bench.unseen_pairs with keys not used in tuning), knowledge and letters, "
-        "perplexity, cost."
-    ),
-    "retrieval": "Every probe of the project over its sizes, the needle over lengths and depths.",
-    "length": (
-        "Retrieval against the length of the prompt (bench.contexts), hidden in held-out text: a needle in its middle, one of "
-        "eight needles (key-value pairs with text between them), and the same after three of them were asked for."
-    ),
-    "ruler": (
-        "RULER's needles, variables and frequent words, written after prompts of each length of bench.contexts; running text "
-        "is the held-out text, words are bench.words."
-    ),
-    "language": "Perplexity by a sliding window.",
-    "hits": (
-        "Loss on recall hits of the held-out text (tokens that complete a pair seen before in the context and rare elsewhere), "
-        "and on its other tokens, in rows of each length of bench.contexts."
-    ),
-    "knowledge": "The paper's six knowledge tasks.",
-    "documents": "Facts of documents, as completions: SWDE, FDA, SQuAD, TriviaQA, NQ, DROP.",
-    "zeroshot": "LAMBADA, PIQA, HellaSwag, WinoGrande, ARC-Easy, ARC-Challenge.",
-    "paper": "MMLU, GSM8K, BBH, DREAM, those six, and key-value retrieval at the paper's sizes.",
-    "speed": "Prefill, decoding, memory and cache against context.",
-    "serving": (
-        "Tokens per second, time to the first token and cache in vLLM, by its own benchmark client, against context and "
-        "concurrency (--engine-python, bench.concurrencies)."
-    ),
-    "table": ("The columns of `surgery table`: ruler and speed, and, where bench.data_path is given, documents and zeroshot."),
-    "table_quick": "The same in minutes, unless set otherwise: 20 examples a task, 50 of standard ones, 512 and 1,024 tokens.",
-}
+
+
+def _suites() -> dict[str, str]:
+    """Of each suite of the folders `suites`, what it measures; in the order of a report."""
+    files = sorted(literals("suites").values(), key=lambda file: file["PLACE"])
+    return {name: said for file in files for name, said in file["SUITES"].items()}
+
+
+SUITES = _suites()
+if TYPE_CHECKING:
+    Suite = str
+else:
+    Suite = Literal[tuple(SUITES)]
 TABLE_QUICK = {"limit": 20, "task_limit": 50, "contexts": (512, 1024), "batches": (1,)}
 
 LENGTHS = (256, 1024, 4096)  # of bench.contexts, by default

@@ -6,7 +6,8 @@ from typing import Any
 from datasets import Dataset, DatasetDict
 from transformers import AutoTokenizer
 
-from surgery.evaluation.suites import WRITTEN, bench_seed, examples
+from surgery.evaluation.asking import WRITTEN, examples
+from surgery.evaluation.task import bench_seed
 from surgery.probes import make
 
 EXAMPLES = 1000  # --limit takes the first ones

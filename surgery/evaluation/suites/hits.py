@@ -7,6 +7,7 @@ their own. Its value is its share in the mean loss of all such tokens (statistic
 
 import weakref
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,15 +16,59 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.errors import UserError
-from surgery.evaluation.cells import watched
+from surgery.evaluation.cells import digest, watched
 from surgery.evaluation.contexts import readable
 from surgery.evaluation.results import HITS, OTHERS
+from surgery.evaluation.suites import measured
+from surgery.evaluation.task import Outcome, Task, TaskFamily, bench_seed
+from surgery.evaluation.texts import text_shapes, windows_at_once
 from surgery.models.finite import checked, explained
 from surgery.probes.hits import PairCounts, by_stretch, hits
 from surgery.probes.perplexity import TextWindows, token_losses
 from surgery.records.recipe import Bench, Data
 from surgery.statistics import shares
 from surgery.tuning.rare_pairs import training_pairs
+
+PLACE = 50
+SUITES = {
+    "hits": "Loss on recall hits of the held-out text (tokens that complete a pair seen before in the context and rare "
+    "elsewhere), and on its other tokens, in rows of each length of bench.contexts."
+}
+LENGTHS = "only"
+FAMILIES = {
+    name: TaskFamily(f"Loss on {name.replace('_', ' ')} of text", "tokens", "tokens of a row") for name in (HITS, OTHERS)
+}
+
+
+def names(options: Bench) -> list[str]:
+    lengths = options.lengths if "hits" in measured(options) else ()
+    return [f"{name}.{length}" for length in lengths for name in (HITS, OTHERS)]
+
+
+def tasks(options: Bench, tokenizer: PreTrainedTokenizerBase, data: Data, seed: int) -> list[Task]:
+    together = windows_at_once(options)
+    result: list[Task] = []
+    known: set[str] = set()
+    for s in range(seed, seed + options.seeds):
+        for name, text in hit_texts(options, tokenizer, data, bench_seed(s)).items():
+            digests = tuple(map(digest, text.texts()))
+            identity = f"{name} {' '.join(digests)}"
+            if identity in known:  # a text file is the same for every seed
+                continue
+            known.add(identity)
+            rows = rows_at_once(options, text.chosen.shape[1], together)
+
+            def measure(
+                model: PreTrainedModel, text: ChosenTokens = text, rows: int = rows, digests: tuple[str, ...] = digests
+            ) -> Outcome:
+                values, inputs = text.losses(model, rows)
+                return Outcome(values, digests, inputs)
+
+            shapes = partial(text_shapes, text.rows.ids, rows)
+            there = bool(text.chosen.any())
+            count, lacking = (len(digests), "") if there else (0, _no_hits(name, data))
+            result.append(Task(name, s, identity, measure, count=count, shapes=shapes, lacking=lacking))
+    return result
 
 
 class HitRows:
@@ -77,16 +122,10 @@ class ChosenTokens:
         ]
 
 
-def hit_names(options: Bench) -> list[str]:
-    """The tasks of the suite, in the order of the report."""
-    lengths = options.lengths if "hits" in options.suites else ()
-    return [f"{name}.{length}" for length in lengths for name in (HITS, OTHERS)]
-
-
 def hit_texts(options: Bench, tokenizer: PreTrainedTokenizerBase, data: Data, seed: int) -> dict[str, ChosenTokens]:
     """By the name of the task, what is measured. Lengths that the model does not read are left out. Raises UserError where the
     text is too short for a length."""
-    lengths = readable(options, tokenizer) if "hits" in options.suites else []
+    lengths = readable(options, tokenizer) if "hits" in measured(options) else []
     if not lengths:
         return {}
     windows = max(options.windows, -(-max(lengths) // options.window))
@@ -108,16 +147,16 @@ def hit_texts(options: Bench, tokenizer: PreTrainedTokenizerBase, data: Data, se
     return result
 
 
-def check_hits(options: Bench, tokenizer: PreTrainedTokenizerBase, data: Data, seed: int) -> None:
+def check_inputs(options: Bench, tokenizer: PreTrainedTokenizerBase, data: Data, seed: int) -> None:
     """Raise UserError for a length at which the text has no hits."""
-    for name, text in hit_texts(options, tokenizer, data, seed).items():
+    for name, text in hit_texts(options, tokenizer, data, bench_seed(seed)).items():
         if not text.chosen.any():
-            raise no_hits(name, data)
+            raise UserError(_no_hits(name, data))
 
 
-def no_hits(name: str, data: Data) -> UserError:
+def _no_hits(name: str, data: Data) -> str:
     """What to say of a task for which the text has no tokens."""
-    return UserError(
+    return (
         f"bench, {name}: {data.held_out_text} has no such tokens in rows of that length; take more text (bench.windows), "
         "longer rows (bench.contexts) or a larger bench.rare"
     )

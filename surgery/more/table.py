@@ -18,7 +18,9 @@ from surgery.evaluation.figure import Figure, Point, Series, looks
 from surgery.evaluation.markdown import named_table
 from surgery.evaluation.report import Report
 from surgery.evaluation.results import ModelReport, Perplexity, value
-from surgery.evaluation.suites import DOCUMENTS, NORMED, RULER, RULER_TITLES, ZEROSHOT, norm_of
+from surgery.more.suites.ruler import RULER
+from surgery.more.suites.ruler import TITLES as RULER_TITLES
+from surgery.more.suites.standard import DOCUMENTS, NORMED, ZEROSHOT, norm_of
 from surgery.runtime import plotting
 from surgery.statistics import Estimate, Proportion
 

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from surgery.errors import UserError
-from surgery.evaluation import TASKS
+from surgery.more import TASKS
 from surgery.records.reading import files_below
 from surgery.runtime.consent import consent
 

@@ -1,7 +1,7 @@
 """Standard tasks, run by lm-evaluation-harness in this process on the live model.
 
 A task is looked for in a folder of the user's (`bench.include_path`: YAML files, whose `data_files` may be local), then among
-ours (`surgery/evaluation/tasks`), then among the harness's own. A data set is looked for in another folder of the user's
+ours (`surgery/more/tasks`), then among the harness's own. A data set is looked for in another folder of the user's
 (`bench.data_path`) under its Hub id, `cais/mmlu/`: a repository as it is on the Hub, or other files with a README.md that says,
 as there, which configuration and split each one is; then on the Hub or in its cache. The numbers are those of `lm_eval --model
 hf` on the exported folder.
@@ -21,11 +21,11 @@ import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.errors import UserError
-from surgery.evaluation import TASKS
 from surgery.evaluation.cells import digest
-from surgery.evaluation.task_code import check_task_code, without_task_code
 from surgery.models.finite import explained, watching_logits
 from surgery.models.tokens import prompting
+from surgery.more import TASKS
+from surgery.more.task_code import check_task_code, without_task_code
 
 FEWSHOT_SEED = 1234  # the command's
 NORMED = "acc_norm"
@@ -57,7 +57,7 @@ def evaluate(
     was asked. limit: examples at most."""
     from lm_eval import evaluate as harness
 
-    from surgery.evaluation.harness_model import Ends
+    from surgery.more.harness_model import Ends
 
     _quiet()
     name, metric = task.config.task, _metric(task)

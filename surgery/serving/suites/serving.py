@@ -1,23 +1,38 @@
-"""What models cost in a serving engine: the suite `serving`. The engine lives in an environment of its own, and is given each
-model's folder."""
+"""The suite serving: what models cost in a serving engine. It lives in an environment of its own, and is given each model's
+folder."""
 
 import tempfile
-from importlib import import_module
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.errors import UserError
-from surgery.evaluation.cells import Kept
+from surgery.evaluation.cells import Kept, kept
+from surgery.evaluation.contexts import readable
+from surgery.evaluation.decoding import here
+from surgery.evaluation.entries import ModelPool
 from surgery.evaluation.results import Serving
+from surgery.evaluation.suites import measured
+from surgery.loading.digests import Conditions
+from surgery.models.finite import within
 from surgery.models.quantised import is_quantised
+from surgery.records.names import is_control
 from surgery.records.recipe import Bench
 from surgery.runtime.consent import consent
-from surgery.runtime.listing import listed
 from surgery.runtime.other_python import SETTING, ask, check_python
 from surgery.runtime.processes import is_main
+from surgery.runtime.progress import Track
+from surgery.serving.engines.vllm import BENCH
 from surgery.splicing.splice import stock
+
+PLACE = 80
+SUITES = {
+    "serving": "Tokens per second, time to the first token and cache in vLLM, by its own benchmark client, against context and "
+    "concurrency (--engine-python, bench.concurrencies)."
+}
+LENGTHS = "only"
 
 
 class Served(Kept):
@@ -26,9 +41,29 @@ class Served(Kept):
     serving: tuple[Serving, ...]
 
 
-def check_serving(options: Bench) -> None:
-    """Raise UserError if the suite `serving` lacks an engine, or an engine was named for nothing."""
-    chosen = "serving" in options.suites
+def fields(
+    models: ModelPool, under: Mapping[str, Conditions], options: Bench, tokenizer: PreTrainedTokenizerBase, folder: Path | None
+) -> dict[str, dict[str, Any]]:
+    """Of one model after the other, by the first process. Controls cost what their models cost."""
+    python, contexts = consent().engine_python, readable(options, tokenizer)
+    found: dict[str, dict[str, Any]] = {}
+    if "serving" in measured(options) and python is not None and is_main():
+        common = {"cell": "serving", **here(), "engine": versions(python)}
+        asked = {"contexts": contexts, "concurrencies": options.concurrencies}
+        for name in Track([name for name in models if not is_control(name)], "serving"):
+            key = common | asked | {"models": [under[name].model_dump()]}
+
+            def measure(name: str = name) -> Served:
+                with within(f"{name}, serving"):
+                    return serve(models[name], tokenizer, python, contexts, options.concurrencies)
+
+            found[name] = {"serving": kept(folder, key, Served, measure).serving}
+    return found
+
+
+def check(options: Bench) -> None:
+    """Raise UserError if the suite lacks an engine, or an engine was named for nothing."""
+    chosen = "serving" in measured(options)
     python = consent().engine_python
     if python is None:
         if chosen:
@@ -42,9 +77,8 @@ def check_serving(options: Bench) -> None:
     check_python(python)
 
 
-def try_engine(options: Bench) -> None:
-    """Raise UserError, before hours of work that end with it, if the engine of the suite `serving` is not there."""
-    check_serving(options)
+def try_out(options: Bench) -> None:
+    """Raise UserError if the engine is not there."""
     if (python := consent().engine_python) is not None and is_main():
         versions(python)
 
@@ -80,4 +114,4 @@ def serve(
 
 
 def _ask(python: Path, job: dict[str, Any]) -> Any:
-    return ask("vllm", "vllm", python, import_module(listed("engines")["vllm"]).BENCH, job)
+    return ask("vllm", "vllm", python, BENCH, job)

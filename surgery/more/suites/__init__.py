@@ -1,0 +1,1 @@
+"""Further suites: surgery/evaluation/suites/__init__.py finds them, and says what one is."""
