@@ -120,7 +120,8 @@ def _judged(report: Results, name: str) -> Judgement:
     skill = _located_skill(report)
     if not (base.kv or skill):
         ways: list[Callable[[Results, str], Judgement | None]] = [_judged_by_hits, _judged_by_needles]
-        for judged_by in [*ways, *(partial(_judged_by_whole, whole) for whole in wholes())]:
+        ways += [partial(_judged_by_whole, whole) for whole in wholes()]
+        for judged_by in ways:
             if (decided := judged_by(report, name)) is not None:
                 return decided
         *most, last = "quick", "retrieval", "hits", "length", *wholes()
