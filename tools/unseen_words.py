@@ -4,10 +4,11 @@
 
 COHORT is the folder of a run of recipes/cohort.yaml, whose bases are used; FOLDER takes what is measured, and what is there
 already is not measured again. The same grafts are tuned on two kinds of examples: dictionaries of 64 words in one form, as all
-recipes have them, and dictionaries of many kinds of keys in several forms. Each is tuned alone and with adapters, the second
-also for longer. What is asked are dictionaries of 64 pairs: with keys of the examples, with words that no example holds (which
-the base knows), with words that the base does not know, and in other forms, two of which stand in no example of either kind. It
-writes recipes/unseen-words.json, from which tools/fill_pages.py fills docs/evidence/cohort.md.
+recipes have them, and dictionaries of many kinds of keys in several forms. Each is tuned alone, with adapters, and with
+adapters for longer; adapters without a graft are tuned as long. What is asked are dictionaries of 64 pairs: with keys of the
+examples, with words that no example holds (which the base knows), with words that the base does not know, and in other forms,
+two of which stand in no example of either kind. It writes recipes/unseen-words.json, from which tools/fill_pages.py fills
+docs/evidence/cohort.md.
 """
 
 import argparse
@@ -22,17 +23,20 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import surgery
 from surgery.evaluation import markdown
+from surgery.loading.opened import Checkpoint
 from surgery.probes.kv import MOST_PAIRS, OPENING, ask, dictionary
 from surgery.probes.question import Question, with_spans
 from surgery.probes.scoring import answer
+from surgery.records.plan import Plan
 from surgery.records.recipe import Data, Lesson, Lora, Tune
 from surgery.records.record import Environment, Sealed, environment
 from surgery.runtime.ownership.files import writing
 from surgery.runtime.progress import say
-from surgery.splicing.splice import splice
+from surgery.splicing.splice import adopt, splice
 from surgery.statistics import Proportion, share_right
 from surgery.tuning import batches
 from surgery.tuning.sequences import Piece, entry_pieces
+from surgery.tuning.trainable import with_own_mixers
 from surgery.world.words import KEYS, Keys, key_words
 from tools.foreign_words import WORDS
 
@@ -43,7 +47,8 @@ PAIRS, QUESTIONS, SEED = 64, 150, 60
 STEPS, LONG = 150, 600
 HEADS, BLEND = 4, 0.25
 BASE, FIXED, VARIED, UNTRAINED = "base", "64 words, one form", "many words and forms", "untrained"
-ADAPTERS, LONGER = ", adapters", f", {LONG} steps"
+ADAPTERS, LONGER, ALONE = ", adapters", f", {LONG} steps", ", adapters without a graft"
+TUNED = tuple(kind + how for kind in (FIXED, VARIED) for how in ("", ADAPTERS, ADAPTERS + LONGER, ALONE + LONGER))
 FORMS: dict[str, Callable[[str, str], str]] = {
     "key:value": lambda key, value: f"{key}:{value}\n",
     "key=value": lambda key, value: f"{key}={value}\n",
@@ -83,7 +88,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     options = parser.parse_args()
     with writing(options.folder):
-        measured = {name: _kept(options.cohort / "bases" / name, options.folder / f"{name}.json") for name in BASES}
+        measured = {name: _measured(options.cohort / "bases" / name, options.folder / f"{name}.json") for name in BASES}
     record = UnseenWords(
         **environment().model_dump(), seed=SEED, pairs=PAIRS, steps=(STEPS, LONG),
         plans={name: each.plan for name, each in measured.items()},
@@ -92,43 +97,45 @@ def main() -> None:
     RECORD.write_text(record.text())
 
 
-def _kept(base: Path, file: Path) -> Measured:
-    if file.exists():
-        return Measured.read(file, unsealed="refuse")
-    measured = _measured(base)
-    file.write_text(measured.text())
-    return measured
-
-
-def _measured(folder: Path) -> Measured:
+def _measured(folder: Path, file: Path) -> Measured:
+    """Of the models that the file has, none is measured again."""
     base = surgery.load(str(folder))
     ranking = surgery.locate(base, options={"pairs": 32}, examples=64, exact=False, layers=False, seed=SEED)
     plan = surgery.plan(ranking, heads=HEADS, blend=BLEND)
     asked = {cell: _questions(cell) for cell in CELLS}
+    accuracy = Measured.read(file, unsealed="refuse").accuracy if file.exists() else {}
 
-    def measure(name: str, model: PreTrainedModel) -> dict[str, Proportion]:
-        right = {cell: share_right(answer(model, base.tokenizer, questions).correct) for cell, questions in asked.items()}
-        say(f"{folder.name}, {name}: " + "; ".join(f"{cell} {each.accuracy:.3f}" for cell, each in right.items()))
-        return right
+    def model_of(name: str) -> PreTrainedModel:
+        if name == BASE:
+            return base.model
+        return splice(base.model, plan).eval() if name == UNTRAINED else _tuned(base, plan, name, f"{folder.name}, {name}")
 
-    accuracy = {BASE: measure(BASE, base.model), UNTRAINED: measure(UNTRAINED, splice(base.model, plan).eval())}
-    lessons = (Lesson(probe="kv", options={"pairs": (16, 64)}),)
+    for name in (BASE, UNTRAINED, *TUNED):
+        if name not in accuracy:
+            model = model_of(name)
+            right = {cell: share_right(answer(model, base.tokenizer, of).correct) for cell, of in asked.items()}
+            say(f"{folder.name}, {name}: " + "; ".join(f"{cell} {each.accuracy:.3f}" for cell, each in right.items()))
+            accuracy[name] = right
+            file.write_text(Measured(plan=tuple(map(str, plan.sites)), accuracy=accuracy).text())
+    return Measured(plan=tuple(map(str, plan.sites)), accuracy={name: accuracy[name] for name in (BASE, UNTRAINED, *TUNED)})
+
+
+def _tuned(base: Checkpoint, plan: Plan, name: str, description: str) -> PreTrainedModel:
+    """The model that TUNED calls so."""
+    kind = VARIED if name.startswith(VARIED) else FIXED
     options = Tune(
-        learning_rate=2e-3, lessons=lessons, batch_size=4, text_batch_size=2, kl_weight=4.0,
+        learning_rate=2e-3, lessons=(Lesson(probe="kv", options={"pairs": (16, 64)}),), batch_size=4, text_batch_size=2,
+        kl_weight=4.0, steps=LONG if name.endswith(LONGER) else STEPS,
+        lora=Lora(target_modules=("in_proj", "out_proj")) if ADAPTERS in name else None,
     )  # fmt: skip
-    adapters = Lora(target_modules=("in_proj", "out_proj"))
-    for kind, end, lora, steps in (
-        (FIXED, "", None, STEPS), (FIXED, ADAPTERS, adapters, STEPS), (VARIED, "", None, STEPS),
-        (VARIED, ADAPTERS, adapters, STEPS), (VARIED, ADAPTERS + LONGER, adapters, LONG),
-    ):  # fmt: skip
-        hybrid = splice(base.model, plan)
-        tuning = options.model_copy(update={"lora": lora, "steps": steps})
-        with examples(kind, base.tokenizer):
-            surgery.tune(
-                hybrid, base.tokenizer, tuning, data=Data(skills=()), seed=SEED, description=f"{folder.name}, {kind}{end}"
-            )
-        accuracy[kind + end] = measure(kind + end, hybrid.eval())
-    return Measured(plan=tuple(map(str, plan.sites)), accuracy=accuracy)
+    alone = ALONE in name
+    model = with_own_mixers(base.model, []) if alone else splice(base.model, plan)
+    with examples(kind, base.tokenizer):
+        surgery.tune(
+            model, base.tokenizer, options, data=Data(skills=()), seed=SEED, layers=[] if alone else None,
+            teacher=adopt(base.model) if alone else None, description=description,
+        )  # fmt: skip
+    return model.eval()
 
 
 def _questions(cell: str) -> list[Question]:
