@@ -208,9 +208,15 @@ def page() -> str:
         body.append([model, *(f"{np.mean(gains[cell]):+.3f}" for cell in CELLS), f"{kept} of {len(record.accuracy)} bases"])
     before = [f"{np.mean([of[BASE][cell].accuracy for of in record.accuracy.values()]):.3f}" for cell in CELLS]
     body.insert(0, ["accuracy of the base", *before, ""])
+    longest = VARIED + ADAPTERS + LONGER
+    by_base = [
+        f"{name} {of[longest][UNSEEN].accuracy:.3f} with unseen keys and {of[longest][UNKNOWN].accuracy:.3f} with unknown words"
+        for name, of in record.accuracy.items()
+    ]
     return "\n\n".join(
         [
             markdown.table(header, body),
+            f"Base by base, {longest}: {'; '.join(by_base)}.",
             f"Dictionaries of {record.pairs} pairs, {QUESTIONS} questions a cell; other forms with unseen keys, the last two "
             f"in no example of either kind. {HEADS} leading heads by attribution behind a gate of {BLEND:g}, "
             f"{record.steps[0]} steps where nothing else is said, one seed. Bases: "
