@@ -2,6 +2,7 @@
 reads these; the Report itself (report.py) lies above, since it shows itself."""
 
 from collections.abc import Iterable
+from functools import cache
 from typing import Any
 
 from pydantic import Field
@@ -9,17 +10,23 @@ from pydantic import Field
 from surgery.loading.digests import Conditions
 from surgery.records.plan import Plan
 from surgery.records.record import Provenance, Record, Sealed
+from surgery.runtime.listing import literals
 from surgery.statistics import Estimate, Evidence, Proportion
 
 HITS, OTHERS = "recall_hits", "other_tokens"  # recall_hits.1024: in rows of 1,024 tokens
 MIDDLE = 50  # needle.1024.50: one needle in a prompt of 1,024 tokens, at this depth, in percent
 NEEDLES = ("needles", "needles_asked")  # one of several: needles.1024 in a prompt of 1,024 tokens
-LOSSES = ("perplexity", "sliding", HITS, OTHERS)  # tasks whose differences are those of a loss in nats per token
+
+
+@cache
+def losses() -> frozenset[str]:
+    """The tasks whose results are losses, in nats per token, before the size: those that files of suites name in LOSSES."""
+    return frozenset(name for file in literals("suites").values() for name in file.get("LOSSES", ()))
 
 
 def is_loss(task: str) -> bool:
     """Whether less is better. task: as a report names it, perplexity or recall_hits.1024 say."""
-    return task.partition(".")[0] in LOSSES
+    return task.partition(".")[0] in losses()
 
 
 def needle_tasks(tasks: Iterable[str]) -> dict[str, dict[int, str]]:

@@ -9,6 +9,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from surgery.errors import UserError
+
 PACKAGE = Path(__file__).parents[1]
 # In the package, imports are absolute. In a flat folder they are relative, and a hybrid loaded from it can be saved again.
 IMPORT = re.compile(r"^from (surgery)?\.((?:\w+\.)*)(\w+) import", flags=re.M)
@@ -25,7 +27,8 @@ class Generated:
 
 def sources(model_class: type) -> dict[str, str]:
     """What to write for the module of a class and all that it imports of ours: file name -> text. The class may say what its
-    module is to be instead, as `generated` (stock_hybrid.py)."""
+    module is to be instead, as `generated` (stock_hybrid.py). Raises UserError for a module that
+    imports a package of ours."""
     generated: Generated | None = getattr(model_class, "generated", None)
     texts = {} if generated is None else {generated.name: generated.text}
     modules = (model_class.__module__,) if generated is None else generated.imports
@@ -36,7 +39,13 @@ def sources(model_class: type) -> dict[str, str]:
             text = path.read_text()
             texts[path.name] = IMPORT.sub(r"from .\3 import", text)
             for absolute, folder, name in IMPORT.findall(text):
-                paths.append((PACKAGE if absolute else path.parent) / folder.replace(".", "/") / f"{name}.py")
+                imported = (PACKAGE if absolute else path.parent) / folder.replace(".", "/") / f"{name}.py"
+                if not imported.is_file():
+                    raise UserError(
+                        f"{path.name} cannot be exported, since it imports {imported.with_suffix('')}, which is not one "
+                        "file; a model class goes to a file of surgery/more/hybrids, which imports as little as the others there"
+                    )
+                paths.append(imported)
     return texts
 
 

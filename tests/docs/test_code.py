@@ -21,6 +21,7 @@ from surgery.families import families
 from surgery.more.probes import ruler
 from surgery.probes import probes
 from surgery.records.recipe import Bench, Tune, read_recipe
+from surgery.runtime import listing
 from surgery.world.text import document
 from tests.conftest import ROOT, TINY
 from tests.docs.pages import NOT_RUN, PAGES, Block, blocks, name
@@ -104,7 +105,8 @@ def workplace(tmp_path) -> Path:
 def installed(tmp_path, monkeypatch):
     """Files of surgery/ that a page shows are found like the package's own, for as long as the page runs."""
     before = set(sys.modules)
-    for package in ("more.probes", "more.families", "more.hybrids", "exporting.formats"):
+    monkeypatch.setattr(listing, "ROOTS", (*listing.ROOTS, tmp_path / "surgery"))
+    for package in ("more.probes", "more.families", "more.hybrids", "more.suites", "more.ways", "exporting.formats"):
         module = importlib.import_module(f"surgery.{package}")
         monkeypatch.setattr(module, "__path__", [*module.__path__, str(tmp_path / "surgery" / package.replace(".", "/"))])
     yield

@@ -6,14 +6,42 @@ from typing import get_args
 
 import pytest
 
+from surgery.errors import UserError
 from surgery.evaluation import suites
+from surgery.evaluation.results import is_loss, losses
 from surgery.evaluation.task import Task
 from surgery.records.recipe import Bench, Data, Suite
 from surgery.records.sections.benching import SUITES
+from surgery.runtime import listing
 from surgery.runtime.listing import literals
 
 FILES = suites.files()
 HOOKS = {name: value for name, value in vars(suites.Suites).items() if inspect.isfunction(value) and not name.startswith("_")}
+
+
+def test_of_a_loss_less_is_better():
+    assert losses() == {name for file in FILES for name in getattr(file, "LOSSES", ())}
+    assert (is_loss("recall_hits.1024"), is_loss("kv.64")) == (True, False)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "complaint"),
+    [
+        ("quick.py", "", r"quick\.py and .*quick\.py have one name"),
+        (
+            "rhymes.py",
+            "PLACE: int = 55\nSUITES = dict(rhymes='?')\n",
+            r"rhymes\.py has to say SUITES, written out",
+        ),
+    ],
+)
+def test_a_file_that_hides_another_or_says_too_little_is_named(tmp_path, monkeypatch, name, text, complaint):
+    file = tmp_path / "surgery" / "more" / "suites" / name
+    file.parent.mkdir(parents=True)
+    file.write_text(text)
+    monkeypatch.setattr(listing, "ROOTS", (*listing.ROOTS, tmp_path / "surgery"))
+    with pytest.raises(UserError, match=complaint):
+        literals("suites", "PLACE", "SUITES")
 
 
 def test_settings_read_off_the_text_what_the_files_hold():

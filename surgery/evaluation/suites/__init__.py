@@ -1,9 +1,9 @@
 """Suites: what `bench.suites` names. A file holds one, or several that belong together, and is found by listing this folder and
 those of the same name around the core (surgery/more/suites, surgery/serving/suites): a new suite is a new file.
 
-In SUITES a file says what each of its suites measures (`surgery list suites` prints it), and in PLACE where it stands among the
-others. Both are written out, since settings and help texts read them off the text, and wait for no import. What else a file may
-hold, the protocol Suites says.
+In SUITES a file says what each of its suites measures (`surgery list suites` prints it), in PLACE where it stands among the
+others, and in LOSSES which of its tasks are losses (of all others more is better). These are written out, since settings, help
+texts and reports read them off the text, and wait for no import. What else a file may hold, the protocol Suites says.
 """
 
 from collections.abc import Mapping
@@ -66,6 +66,7 @@ class Suites(Protocol):
     def try_out(self, options: Bench) -> None:
         """Raise UserError if a program of others that it needs is not there, before hours of work that end with it."""
 
+    LOSSES: tuple[str, ...]  # tasks, by the name before the size, that are losses in nats per token: less is better
     LENGTHS: Literal["only", "also"]  # whether what it reads has the lengths of bench.contexts
     FAMILIES: dict[str, TaskFamily]  # by the name before the size; of a needle at one depth, needle.50
     WHOLES: dict[str, str]  # a name that `pooled` gives, before the size -> its title: all of a suite, where guesses are wrong

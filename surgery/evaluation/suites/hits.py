@@ -34,6 +34,7 @@ SUITES = {
     "hits": "Loss on recall hits of the held-out text (tokens that complete a pair seen before in the context and rare "
     "elsewhere), and on its other tokens, in rows of each length of bench.contexts."
 }
+LOSSES = ("recall_hits", "other_tokens")
 LENGTHS = "only"
 FAMILIES = {
     name: TaskFamily(f"Loss on {name.replace('_', ' ')} of text", "tokens", "tokens of a row") for name in (HITS, OTHERS)

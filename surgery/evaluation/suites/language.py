@@ -17,6 +17,7 @@ from surgery.records.recipe import Bench, Data
 
 PLACE = 40
 SUITES = {"language": "Perplexity by a sliding window."}
+LOSSES = ("sliding",)
 
 
 def names(options: Bench) -> list[str]:

@@ -16,6 +16,7 @@ SUITES = {
     "quick": "Key-value retrieval (bench.pairs, and bench.unseen_pairs with keys not used in tuning), knowledge and letters, "
     "perplexity, cost."
 }
+LOSSES = ("perplexity",)
 LENGTHS = "also"
 FAMILIES = {
     "kv": TaskFamily("Key-value retrieval", "pairs", "pairs in the dictionary"),

@@ -25,7 +25,7 @@ Control = Literal["tuned", "random_site", "same_layer"]
 
 def _suites() -> dict[str, str]:
     """Of each suite of the folders `suites`, what it measures; in the order of a report."""
-    files = sorted(literals("suites").values(), key=lambda file: file["PLACE"])
+    files = sorted(literals("suites", "PLACE", "SUITES").values(), key=lambda file: file["PLACE"])
     return {name: said for file in files for name, said in file["SUITES"].items()}
 
 
