@@ -43,7 +43,7 @@ def sources(model_class: type) -> dict[str, str]:
                 if not imported.is_file():
                     raise UserError(
                         f"{path.name} cannot be exported, since it imports {imported.with_suffix('')}, which is not one "
-                        "file; a model class goes to a file of surgery/more/hybrids, which imports as little as the others there"
+                        "file; a model class goes to a file of surgery/more/hybrids, and imports as little as those there"
                     )
                 paths.append(imported)
     return texts
