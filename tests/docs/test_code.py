@@ -46,7 +46,7 @@ JUDGED = {"bench.limit": "20", "bench.pairs": "[4,64]", "bench.contexts": "[64]"
 FULL = {"docs/quicktour.md"}  # runs as large as it stands, because it says what comes out
 LARGE = {"README.md", *FULL}  # whose Python measures as much as it says
 # And those whose commands are run on other pages, too, or in tests of their own.
-SLOW = LARGE | {f"docs/howto/{page}.md" for page in ("bench", "export", "table", "tune", "your-model")}
+SLOW = LARGE | {f"docs/howto/{page}.md" for page in ("bench", "ci", "cost", "export", "locate", "table", "tune", "your-model")}
 
 
 # Of what is measured whatever a page says: questions of a look, tokens that RULER has written, and the seconds of a forward and

@@ -424,6 +424,7 @@ def test_a_plan_in_fewer_layers_keeps_its_heads():
     assert [str(site) for site in remap_layers(plan, 2).sites] == ["L0.H3", "L1.H1,2,5"]
 
 
+@pytest.mark.slow
 def test_sizes_that_no_machine_holds_are_estimated(folder):
     """From a batch that it does hold; the advice names one."""
     recipe = read_recipe(folder / "quick.yaml")

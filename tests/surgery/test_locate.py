@@ -343,7 +343,7 @@ def test_the_heads_of_the_leading_layers_are_confirmed_where_nothing_can_be_spli
     assert len(measured) == 4 + 8  # the drawn ones are all the others
 
 
-@pytest.mark.parametrize("how", ["mean", "resample"])
+@pytest.mark.parametrize("how", ["mean", pytest.param("resample", marks=pytest.mark.slow)])
 def test_what_comes_instead_of_a_head_is_the_same_however_batches_are_cut(how, world_base, tokenizer):
     base = Subject.of(copy.deepcopy(world_base).double(), tokenizer)
     found, questions, costs = base.anatomy, KVRetrieval(4).questions(7, 0), []

@@ -126,6 +126,7 @@ def test_no_weight_is_held_twice(tmp_path):
     assert ours.weights_map is theirs.weights_map
 
 
+@pytest.mark.slow
 def test_an_offloaded_base_is_located_tuned_measured_and_exported(tmp_path, capsys):
     """With the numbers of the same model loaded whole."""
     words = build_tokenizer()

@@ -128,6 +128,7 @@ def test_a_run_in_two_processes_ends_with_the_report_of_one(surgery, folder, tmp
     assert (tmp_path / "printed by 1").read_text() == ""
 
 
+@pytest.mark.slow
 def test_an_interrupted_locate_goes_on_where_it_was(surgery, folder, whole, tmp_path, monkeypatch):
     counts = watch(monkeypatch)
     counts["stop"] = 13

@@ -188,6 +188,7 @@ def test_a_comparison_costs_the_base_and_the_grafts(folder, tmp_path, measured, 
     assert live_bytes() - before < 512  # constants
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_opened_for_its_turn(folder, tmp_path, monkeypatch, capsys, measured):
     """With the same result as if all had been held; a hybrid fits, another model does not."""
     names = ("other", "heads-patch", "heads-hf")

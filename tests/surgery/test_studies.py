@@ -26,7 +26,10 @@ MORE = {  # what a recipe needs beside that: smaller sizes, or enough examples f
 }
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "recipe",
+    [pytest.param(path, id=path.stem, marks=[pytest.mark.slow] * (path.stem == "mixing-matrices")) for path in RECIPES],
+)
 def test_a_recipe_runs(recipe, surgery, tmp_path, painted):
     """And, of one study, is not made again."""
     (tmp_path / "checkpoints").symlink_to(ROOT / "checkpoints")
@@ -136,6 +139,7 @@ study: {name: retrieval_aware, other: checkpoints/tiny-llama, heads: [2], steps:
 """
 
 
+@pytest.mark.slow
 def test_retrieval_aware_conversion(surgery, tmp_path, monkeypatch):
     (tmp_path / "checkpoints").symlink_to(ROOT / "checkpoints")
     (tmp_path / "aware.yaml").write_text(AWARE)

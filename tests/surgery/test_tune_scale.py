@@ -19,6 +19,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
+from surgery.costs import rehearsal
 from surgery.costs.rehearsal import rehearse
 from surgery.errors import UserError
 from surgery.exporting.export import export
@@ -27,7 +28,7 @@ from surgery.records.recipe import Data, EarlyStopping, Lesson, Lora, Tune
 from surgery.runtime.ownership.folder import RECORD
 from surgery.runtime.processes import on_main
 from surgery.splicing.splice import adopt, graft_parameters, splice, unsplice
-from surgery.tuning import rehearsal, state, steps, trackers
+from surgery.tuning import state, steps, trackers
 from surgery.tuning.batches import loaders
 from surgery.tuning.distil import Distillation
 from surgery.tuning.loop import tune
