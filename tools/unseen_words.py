@@ -116,7 +116,7 @@ def _measured(folder: Path, file: Path) -> Measured:
             right = {cell: share_right(answer(model, base.tokenizer, of).correct) for cell, of in asked.items()}
             say(f"{folder.name}, {name}: " + "; ".join(f"{cell} {each.accuracy:.3f}" for cell, each in right.items()))
             accuracy[name] = right
-            file.write_text(Measured(plan=tuple(map(str, plan.sites)), accuracy=accuracy).text())
+            Measured(plan=tuple(map(str, plan.sites)), accuracy=accuracy).write(file)
     return Measured(plan=tuple(map(str, plan.sites)), accuracy={name: accuracy[name] for name in (BASE, UNTRAINED, *TUNED)})
 
 

@@ -30,7 +30,7 @@ def is_loss(task: str) -> bool:
 
 
 def needle_tasks(tasks: Iterable[str]) -> dict[str, dict[int, str]]:
-    """TaskFamily -> length of the prompts -> task, for needles; of single ones, those in the middle."""
+    """Family -> length of the prompts -> task, for needles; of single ones, those in the middle."""
     result: dict[str, dict[int, str]] = {}
     for task in tasks:
         family, _, size = task.partition(".")

@@ -29,5 +29,5 @@ class FolderReader(Protocol):
 
 def reader_of(content: dict[str, Any]) -> FolderReader | None:
     """What reads a folder with this config.json; None where transformers does."""
-    readers: list[Any] = [import_module(module) for _, module in sorted(listed("readers").items())]
+    readers: list[Any] = [import_module(module) for module in listed("readers").values()]
     return next((reader for reader in readers if reader.reads(content)), None)

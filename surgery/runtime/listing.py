@@ -28,11 +28,12 @@ def described(name: str) -> dict[str, str]:
 def literals(name: str, *needed: str) -> dict[str, dict[str, Any]]:
     """The name of each such file -> its constants whose values are written out, read off its text without running it. Raises
     UserError if one of those that are needed is not among them."""
-    constants = {file: _constants(_tree(path)) for file, (_, path) in _files(name).items()}
+    found = {}
     for file, (_, path) in _files(name).items():
-        if missing := [constant for constant in needed if constant not in constants[file]]:
+        found[file] = _constants(_tree(path))
+        if missing := [constant for constant in needed if constant not in found[file]]:
             raise UserError(f"{path} has to say {' and '.join(missing)}, written out: it is read before anything is imported")
-    return constants
+    return found
 
 
 def _files(name: str) -> dict[str, tuple[str, Path]]:
