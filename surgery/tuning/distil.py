@@ -38,7 +38,7 @@ from surgery.tuning.shared_parts import StateCache, alike_around, blocks_of, is_
 Lesson = tuple[Tensor, ...]  # ids and targets, and with hints what the targets are read from
 # ids, which of them are no padding, position_ids, and perhaps where the pairs of recall hits occurred before
 Text = tuple[Tensor, ...]
-Skills = tuple[Tensor, Tensor, Tensor]  # ids, which positions predict a token of an answer, position_ids
+Skills = tuple[Tensor, Tensor]  # ids, which positions predict a token of an answer
 Batch = tuple[Lesson, Text | None, Skills | None]
 
 
@@ -270,10 +270,10 @@ class Distillation(nn.Module):
         student = self._logits(hidden).log_softmax(-1)
         return F.kl_div(student, teacher(slice(None)).log_softmax(-1), log_target=True, reduction="sum"), entropy, hints
 
-    def _skills_lost(self, ids: Tensor, answers: Tensor, position_ids: Tensor, *, key: Any) -> Tensor:
+    def _skills_lost(self, ids: Tensor, answers: Tensor, *, key: Any) -> Tensor:
         """The sum of KL(teacher || student) over all tokens of answers."""
-        below, positions = self._below(ids, (key, "skills"), position_ids), _positions(answers)
-        teacher = self._teacher_logits(ids, below, positions, position_ids, (key, "teacher of skills"))
+        below, positions = self._below(ids, (key, "skills")), _positions(answers)
+        teacher = self._teacher_logits(ids, below, positions, None, (key, "teacher of skills"))
         student = self._logits(self._last(list(self.part.blocks), below, positions)).log_softmax(-1)
         return F.kl_div(student, teacher(slice(None)).log_softmax(-1), log_target=True, reduction="sum")
 
@@ -288,7 +288,7 @@ class Distillation(nn.Module):
 
     @torch.no_grad()
     def _teacher_logits(
-        self, ids: Tensor, below: Below, positions: Tensor, position_ids: Tensor, key: tuple[Any, str]
+        self, ids: Tensor, below: Below, positions: Tensor, position_ids: Tensor | None, key: tuple[Any, str]
     ) -> Callable[[slice], Tensor]:
         """A function from a slice of the positions to the teacher's logits there."""
         if self.teacher is not None:
@@ -298,7 +298,7 @@ class Distillation(nn.Module):
             hidden = self.cache.get(key, lambda: self._last(self._all_teacher_blocks(), below, positions))
         return torch.no_grad()(lambda part: self._logits(hidden[part]))
 
-    def _logits_of_whole_teacher(self, ids: Tensor, position_ids: Tensor) -> Tensor:
+    def _logits_of_whole_teacher(self, ids: Tensor, position_ids: Tensor | None) -> Tensor:
         """The logits of a teacher that is held as a whole, (b, t, vocabulary).
 
         A class that is not ours may let documents of one row see each other, so it gets every document as a row of its own. It
@@ -308,6 +308,8 @@ class Distillation(nn.Module):
         def logits(ids: Tensor, **more: Tensor) -> Tensor:
             return self.teacher(input_ids=ids, use_cache=False, **more).logits  # type: ignore[misc]
 
+        if position_ids is None:
+            return logits(ids)
         return logits(ids, position_ids=position_ids) if packs(self.teacher) else _documents(position_ids).apply(logits, ids)
 
     def _all_teacher_blocks(self) -> list[nn.Module]:

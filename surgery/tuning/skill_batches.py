@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset
 from transformers import PreTrainedTokenizerBase
@@ -32,8 +31,8 @@ class SkillPrompts(Dataset[list[Piece]]):
 
 
 def skill_loader(tokenizer: PreTrainedTokenizerBase, options: Tune, data: Data, seed: int, start: int) -> DataLoader:
-    """Batches from step `start` on: (ids, answers, positions), all (b, t). answers: which positions predict a token of an
-    answer. None where there are no skills, or they have no weight."""
+    """Batches from step `start` on: (ids, answers), both (b, t). answers: which positions predict a token of an answer.
+    None where there are no skills, or they have no weight."""
     skills = skills_of(data, [lesson.probe for lesson in options.lessons])
     size = options.skill_batch_size
     steps = range(start * size, options.most_steps * size)
@@ -44,6 +43,6 @@ def skill_loader(tokenizer: PreTrainedTokenizerBase, options: Tune, data: Data, 
     return DataLoader(prompts, batch_size=size, collate_fn=partial(_collated, tokenizer))
 
 
-def _collated(tokenizer: PreTrainedTokenizerBase, sequences: list[list[Piece]]) -> tuple[Tensor, Tensor, Tensor]:
+def _collated(tokenizer: PreTrainedTokenizerBase, sequences: list[list[Piece]]) -> tuple[Tensor, Tensor]:
     ids, targets = collate(tokenizer, sequences)
-    return ids, targets != IGNORE, torch.arange(ids.shape[1]).expand(ids.shape)
+    return ids, targets != IGNORE

@@ -30,6 +30,7 @@ from tests.surgery.test_help import understand
 # Settings of a command that does not set them itself.
 SMALLER = {
     "locate": {"locate.examples": "8", "locate.exact": "false", "locate.layers": "false"},
+    "plan": {"plan.auto.examples": "8", "plan.auto.windows": "2", "plan.auto.skill_examples": "8", "plan.auto.steps": "1"},
     "prune": {"locate.examples": "4"},
     "tune": {"tune.steps": "2", "tune.batch_size": "2", "tune.text_batch_size": "1", "tune.skill_batch_size": "2"},
     "bench": {

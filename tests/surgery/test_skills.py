@@ -104,8 +104,8 @@ def test_the_batches_of_skills(tokenizer):
     assert len(batches(1)) == 1
     for ours, theirs in zip(second, batches(1)[0], strict=True):
         assert torch.equal(ours, theirs)  # a run that is resumed goes on with the same
-    ids, answers, places = first
-    assert ids.shape == answers.shape == places.shape
+    ids, answers = first
+    assert ids.shape == answers.shape
     assert len(ids) == 6
     assert not torch.equal(ids, second[0])
     assert (answers.sum(1) == 1).all()  # the small world's answers are single words
@@ -140,7 +140,7 @@ def test_the_loss_on_skills_is_the_divergence_at_the_answers(tokenizer):
     base, hybrid = spliced(len(tokenizer))
     (lesson, *_), (text, *_) = (list(loader) for loader in loaders(tokenizer, SHORT, Data(), 0, 0))
     skills = next(iter(skill_loader(tokenizer, SHORT, Data(), 0, 0)))
-    ids, answers, _ = skills
+    ids, answers = skills
     with training(hybrid, trainable(hybrid, None)) as trained:
         module = Distillation(hybrid, adopt(base), kl_weight=2.0, skill_weight=3.0)
         assert module.first == 1  # what is below the graft is shared
