@@ -10,7 +10,7 @@ from surgery.errors import UserError
 from surgery.kernels.ssd import SSD_SCAN
 from surgery.records.record import environment
 from surgery.runtime.timing import peak_bytes
-from tests.conftest import SAME, float64
+from tests.models import SAME, float64
 from tools import bench_shapes as shapes
 from tools.bench_kernels import Benchmark, benchmark, cases, kernel_case, measure
 from tools.bench_shapes import ssd_inputs

@@ -20,7 +20,7 @@ from surgery.records.plan import Plan
 from surgery.records.recipe import Bench, Data
 from surgery.serving.original_config import original_config
 from surgery.splicing.splice import splice
-from tests.conftest import SAME, but_slow, float64
+from tests.models import SAME, but_slow, float64
 from tests.published_models import DTYPES, LAYOUTS, PUBLISHED, TOKENIZERS, PublishedModel, original, stock
 
 NAMES, WORDS = tuple(PUBLISHED), tuple(TOKENIZERS)

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 from surgery import adopt, load
 from surgery.loading.hub import local_folder
 from surgery.records.recipe import read_recipe
-from tests.conftest import ROOT, but_slow
+from tests.models import ROOT, but_slow
 from tests.published_models import tokenizer
 from tools import random_weights
 from tools.published import DEPTH, cut, is_original, names, published
@@ -99,7 +99,7 @@ def test_every_recipe_for_a_published_model_has_its_configuration_and_its_comman
 @pytest.mark.parametrize("name", but_slow([name for name in names() if name not in LOCATED], "llamba-8b"))
 def test_the_whole_run(surgery, write, tmp_path, name):
     # Shares and numbers of heads are of the whole depth and width. Controls are of the same parts.
-    fewer = ["locate.confirm=0.1"] if read_recipe(RECIPES / f"{name}.yaml").locate.confirm else []
+    fewer = ["locate.exact=0.1"] if read_recipe(RECIPES / f"{name}.yaml").locate.exact not in (None, 0, 1) else []
     done, _ = run(surgery, write, tmp_path, name, 2, *fewer, "bench.controls=false", "plan.heads=2")
     hybrid = load(done / "hybrid")
     written = read_recipe(RECIPES / f"{name}.yaml").dtype
@@ -111,7 +111,7 @@ def test_the_whole_run(surgery, write, tmp_path, name):
 
 @pytest.mark.parametrize("name", but_slow(LOCATED, "llama-3.1-8b"))
 def test_locating_alone(surgery, write, tmp_path, name):
-    done, _ = run(surgery, write, tmp_path, name, 2, "locate.confirm=0.05")
+    done, _ = run(surgery, write, tmp_path, name, 2, "locate.exact=0.05")
     ranking = json.loads((done / "ranking.json").read_text())
     kinds = {head["kind"] for head in ranking["heads"]}
     assert kinds == ({"ssm", "attention"} if name == "zamba2-7b" else {"attention"})

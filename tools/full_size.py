@@ -45,7 +45,7 @@ NAMED = ("run", "estimate", "recipe")  # stages that are done only if they are n
 MEASURED = [
     "bench.limit=8", "bench.pairs=[4]", "bench.unseen_pairs=[]", "bench.windows=2", "bench.window=256", "bench.contexts=[256]",
 ]  # fmt: skip
-ABLATED = ["locate.confirm=0.001"]  # where there is no attribution: each layer, and a few heads
+ABLATED = ["locate.exact=0.001"]  # where there is no attribution: each layer, and a few heads
 
 
 class Step(NamedTuple):
@@ -73,7 +73,7 @@ def steps(name: str, dtype: str, grafted: bool = True, apart: bool = False) -> d
     if not grafted:
         return result | {"locate": surgery("locate", "model", *opening, *_set(*QUESTIONS, *ABLATED), out="located")}
     measuring, tuning = _set(*TEXTS, *MEASURED), _set(*TEXTS, *STEPS)
-    attributed = _set(*QUESTIONS, "locate.exact=false", "locate.confirm=null")
+    attributed = _set(*QUESTIONS, "locate.exact=false")
     given = _set("model=model", f"dtype={dtype}", *words)
     whole = ["run", recipe, *given, *_set(*TEXTS)]
     return result | {

@@ -29,7 +29,7 @@ from surgery.jobs.preparing import check, check_run
 from surgery.kernels.dispatch import use
 from surgery.loading.opened import Checkpoint, a_type
 from surgery.locating.attribution_memory import activations
-from surgery.locating.budget import is_exact
+from surgery.locating.budget import exactness
 from surgery.locating.passes import batch_of, counted
 from surgery.locating.questions import question_sets
 from surgery.locating.skill_scores import skill_sets
@@ -226,7 +226,7 @@ class Costs(StageCosts):
     def _locate(self) -> Stage:
         """locate, with what a search may measure at most."""
         options, sets = self.recipe.locate, self.sets
-        options = options.model_copy(update={"exact": is_exact(options, self.subject, sets, self.forward)})
+        options = options.model_copy(update={"exact": exactness(options, self.subject, sets, self.forward)})
         each, share = counted(sets, options, self.subject)
         parts = [(each, batch_of(sets))]
         if skills := skill_sets(self.subject, self.recipe.data, options, sets[0], seed=self.recipe.seed):

@@ -46,5 +46,5 @@ def skill_passes(sets: Sequence[QuestionSet], options: Locate, heads: int, graft
     slopes = batches if graftable else 0
     if not options.exact:
         return PassCounts(batches, 0, slopes, 0, 0, 0, False)
-    chosen = heads if options.confirm is None else min(heads, math.ceil(options.confirm * heads) + DRAWN)
-    return PassCounts(0, 0, slopes, batches, batches * chosen * (2 if graftable else 1), 0, options.confirm is not None)
+    chosen = heads if options.exact == 1 else min(heads, math.ceil(options.exact * heads) + DRAWN)
+    return PassCounts(0, 0, slopes, batches, batches * chosen * (2 if graftable else 1), 0, options.exact != 1)

@@ -1,7 +1,7 @@
 """Before a search begins: how well does the base do what it is asked, and how long would measuring every head exactly take?"""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,8 @@ from surgery.records.record import read_text, write_text
 from surgery.runtime import processes
 from surgery.runtime.progress import busy, duration, say
 from surgery.statistics import CEILING, Proportion, at_chance, share_right
+
+BUDGET = 600.0  # seconds that measuring all heads may take where locate.exact does not say what is measured
 
 
 def look_at_base(subject: Subject, questions: QuestionSet, options: Locate, ledger: Ledger) -> tuple[Proportion, float | None]:
@@ -53,27 +55,24 @@ def look_at_base(subject: Subject, questions: QuestionSet, options: Locate, ledg
 def with_exactness(
     options: Locate, subject: Subject, sets: Sequence[QuestionSet], kept: Path | None = None
 ) -> Locate:  # fmt: skip
-    """The options with `exact` decided, where they leave it open: heads are measured exactly if `confirm` asks for it, if there
-    is no other way, or if that takes at most `budget` seconds by the time of one forward of this model. Says what is done. All
-    processes get the same answer.
+    """The options with `exact` decided, where they leave it open: all heads are measured exactly if there is no other way, or
+    if that takes at most BUDGET seconds by the time of one forward of this model. Says what is done. All processes get the same
+    answer.
 
     sets: the questions of the ranking and of its repetitions. kept: the folder of what is measured. The decision is kept there,
     too: an interrupted search does not decide anew by a clock.
     """
-    exact = _exact(options, subject, lambda: processes.on_main(partial(_affordable, options, subject, sets, kept)))
-    return options if options.exact is not None else options.model_copy(update={"exact": exact})
+    if options.exact is not None:
+        return options
+    exact = not subject.graftable or processes.on_main(partial(_affordable, options, subject, sets, kept))
+    return options.model_copy(update={"exact": float(exact)})
 
 
-def is_exact(options: Locate, subject: Subject, sets: Sequence[QuestionSet], pace: Pace) -> bool:
-    """Whether heads will be measured exactly, by the pace of a forward; nothing is said."""
-    return _exact(options, subject, lambda: _scan(options, subject, sets, pace) <= options.budget)
-
-
-def _exact(options: Locate, subject: Subject, affordable: Callable[[], bool]) -> bool:
-    """What the options say of `exact`, or the model, or else what can be afforded."""
+def exactness(options: Locate, subject: Subject, sets: Sequence[QuestionSet], pace: Pace) -> float:
+    """Which heads will be measured exactly, by the pace of a forward; nothing is said."""
     if options.exact is not None:
         return options.exact
-    return options.confirm is not None or not subject.graftable or affordable()
+    return float(not subject.graftable or _scan(options, subject, sets, pace) <= BUDGET)
 
 
 def _scan(options: Locate, subject: Subject, sets: Sequence[QuestionSet], pace: Pace) -> float:
@@ -88,7 +87,7 @@ def _affordable(options: Locate, subject: Subject, sets: Sequence[QuestionSet], 
     with busy("timing a forward"):
         pace = forward_pace(subject.model, ids)
     seconds = _scan(options, subject, sets, pace)
-    affordable = exact = seconds <= options.budget
+    affordable = exact = seconds <= BUDGET
     if kept is not None:
         exact = _decided(kept / "exact.json", options, subject.conditions.model_dump(mode="json"), exact)
     heads, takes = f"{len(subject.anatomy.coordinates[0]):,} heads", duration(seconds * pace.slowed)
@@ -98,9 +97,8 @@ def _affordable(options: Locate, subject: Subject, sets: Sequence[QuestionSet], 
         say("locating only by attribution, as this search began; locate.exact=true measures all heads")
     else:
         say(
-            f"locating only by attribution: measuring {heads} exactly would take about {takes}, more than "
-            f"locate.budget ({duration(options.budget)}). locate.exact=true measures all of them, locate.confirm=0.05 the "
-            "leading 5%"
+            f"locating only by attribution: measuring {heads} exactly would take about {takes}, more than {duration(BUDGET)}. "
+            "locate.exact=true measures all of them, locate.exact=0.05 the leading 5%"
         )
     return exact
 

@@ -57,10 +57,10 @@ def locate(
     ablated; any other model whose layout is known (models/anatomy.py), hybrids among them, is ablated.
 
     settings: surgery.Locate(examples=64, ...), or its fields by name: locate(base, examples=64). With exact=False, and where a
-    look at the model says that more takes longer than `budget`, attribution ranks alone: one forward and one backward. confirm
-    measures the leading heads exactly, and a few others, drawn at random, beside them; those that cannot be among the LEADING
-    ones are given up on the way, and only these are ablated as well as spliced. In a family without grafts there is no
-    attribution: the heads of the layers whose ablation costs most lead.
+    look at the model says that more takes longer than BUDGET, attribution ranks alone: one forward and one backward. With a
+    share, the leading heads are measured exactly, and a few others, drawn at random, beside them; those that cannot be among
+    the LEADING ones are given up on the way, and only these are ablated as well as spliced. In a family without grafts there is
+    no attribution: the heads of the layers whose ablation costs most lead.
     data: its skills (Data.skills) are what the heads are also measured on, on fewer questions; see skill_scores.py.
     name: what the ranking calls the base; a Checkpoint has one. kept: a folder for what is measured, batch by batch; what is
     there already is not measured again.
@@ -75,19 +75,19 @@ def locate(
         return rank(Subject.of(base, tokenizer, name), chosen, data=data, seed=seed, recipe=recipe, kept=kept)
 
 
-def check_locatable(base: PreTrainedModel, exact: bool | None = None, init: str = "dual") -> None:
+def check_locatable(base: PreTrainedModel, exact: float | None = None, init: str = "dual") -> None:
     """Raise UserError if locate has nothing to measure in such a model, or its grafts cannot start so."""
     _check_measurable(base, exact, init)
     anatomy(base)
 
 
-def _check_measurable(base: PreTrainedModel, exact: bool | None, init: str) -> None:
+def _check_measurable(base: PreTrainedModel, exact: float | None, init: str) -> None:
     """The same of a model whose layout is known."""
     if init == "induction" and not is_graftable(base):
         raise UserError(f"locate.init: says how grafts start, and a {base.config.model_type} model takes none; leave it out")
     if init == "induction":
         check_start(base, Plan(sites=(Site(family_of(base.config).graftable(base)[0], (0,)),), init="induction"))
-    if exact is False and not is_graftable(base):
+    if exact == 0 and not is_graftable(base):
         raise UserError(
             f"a {base.config.model_type} model can only be ablated, so there is no attribution: locate needs exact=true"
         )
@@ -141,7 +141,6 @@ def rank(
         probe={
             "name": first.name, "options": first.options, "examples": len(first.questions), "seed": seed,
             "threads": torch.get_num_threads(), "ablation": options.ablation, "exact": options.exact,
-            "confirm": options.confirm,
         },
         base_accuracy=base_accuracy,
         chance=chance,

@@ -47,10 +47,10 @@ def passes(sets: Sequence[QuestionSet], options: Locate, heads: int, layers: int
     whole, kinds = layers if options.layers else 0, 2 if graftable else 1
     if not options.exact:
         return PassCounts(first + first + sum(others), starts, slopes, 0, 0, shown, False)
-    if options.confirm is None:
+    if options.exact == 1:
         variants = first * kinds * (heads + whole) + sum(others) * heads
         return PassCounts(first, starts, slopes, first + sum(others), variants, shown, False)
-    chosen = min(heads, math.ceil(options.confirm * heads) + DRAWN)
+    chosen = min(heads, math.ceil(options.exact * heads) + DRAWN)
     best = min(LEADING, chosen) if graftable else 0
     # The leading heads of the spliced are ablated in a walk of their own; without grafts, whole layers are.
     variants = first * (chosen + best + (kinds * whole if graftable else layers)) + sum(others) * 2 * chosen

@@ -18,7 +18,7 @@ from surgery.models.anatomy import Anatomy
 from surgery.records.recipe import Locate
 from surgery.records.site import Site
 
-LEADING = 10  # confirmed heads that are measured on all examples, and also ablated, for their roles
+LEADING = 10  # of a share of the heads, those that are measured on all examples, and also ablated, for their roles
 DRAWN = 8  # heads that did not lead, measured as a control
 
 
@@ -50,10 +50,10 @@ class Search:
         if not self.options.exact:
             measured.measure([], layers=False)
             return measured, [], []
-        if self.options.confirm is None:
+        if self.options.exact == 1:
             measured.measure(None, layers=self.options.layers)
             return measured, self.subject.anatomy.sites(), []
-        leading, others = self._split(measured, values, self.options.confirm)
+        leading, others = self._split(measured, values, self.options.exact)
         control = drawn(self.subject.anatomy, others, questions.seed)
         chosen = [*leading, *control]
         if self.prefilter is None:
@@ -71,10 +71,10 @@ class Search:
         measured = self.exact(questions)
         if not self.options.exact:
             measured.measure([], layers=False)
-        elif self.options.confirm is None:
+        elif self.options.exact == 1:
             measured.measure(None, layers=False, kinds=(self.kind,))
         else:
-            leading, _ = self._split(measured, values, self.options.confirm)
+            leading, _ = self._split(measured, values, self.options.exact)
             measured.measure(leading, layers=False, kinds=(self.kind,), leading=LEADING)
             measured.measure(always, layers=False, kinds=(self.kind,))
         return self.scores(questions, measured, values).only(self.subject.anatomy.numbers(always))
@@ -96,8 +96,8 @@ class Search:
         return Exact(self.subject, questions, gated=gated, ablation=self.options.ablation, ledger=ledger)
 
     def _split(self, measured: Exact, values: np.ndarray | None, share: float) -> tuple[list[Site], list[int]]:
-        """The share of the heads that is to be confirmed, the most promising first, and the others' numbers. What is promising:
-        by attribution, or, where there is none, by what ablating the head's layer costs, which this measures."""
+        """The share of the heads that is to be measured exactly, the most promising first, and the others' numbers. What is
+        promising: by attribution, or, where there is none, by what ablating the head's layer costs, which this measures."""
         anatomy = self.subject.anatomy
         layers, heads = anatomy.coordinates
         if values is not None:

@@ -74,7 +74,7 @@ class Cohort(Study):
             job, where = self.job(recipe, name), f" (study.bases.{name}.job)" if JOB in self.bases[name] else ""
             if "quick" not in job.bench.suites:
                 raise UserError(f"the study 'cohort' needs the suite quick: bench.suites: [quick]{where}")
-            if not job.locate.exact:
+            if job.locate.exact != 1:
                 raise UserError(f"the study 'cohort' scans all heads: set locate.exact=true{where}")
             if job.bench.pairs != recipe.bench.pairs:
                 raise UserError(f"the study 'cohort' compares bases by the same bench.pairs: leave them out{where}")

@@ -23,8 +23,8 @@ from surgery.probes import probes
 from surgery.records.recipe import Bench, Tune, read_recipe
 from surgery.runtime import listing
 from surgery.world.text import document
-from tests.conftest import ROOT, TINY
 from tests.docs.pages import NOT_RUN, PAGES, Block, blocks, name
+from tests.models import ROOT, TINY
 from tests.surgery.test_help import understand
 
 # Settings of a command that does not set them itself.

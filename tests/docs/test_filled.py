@@ -7,7 +7,7 @@ import pytest
 import surgery
 from surgery.evaluation.report import Report
 from surgery.studies import Findings
-from tests.conftest import ROOT
+from tests.models import ROOT
 from tools import fill_pages, mixers_page
 
 

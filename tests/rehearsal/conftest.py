@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.conftest import ROOT
+from tests.models import ROOT
 
 
 def rehearse(*asked: str) -> list[dict]:

@@ -44,7 +44,7 @@ from surgery.studies.kv_sweep import kv_sweep
 from surgery.studies.prune import prune
 from surgery.tuning.loop import tune
 from surgery.world.tokenizer import build_tokenizer
-from tests.conftest import random_base, random_llamba, random_selective
+from tests.models import random_base, random_llamba, random_selective
 from tests.rehearsal.values import NAME, Rules, on_device, register
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.float16, torch.bfloat16)}

@@ -9,7 +9,7 @@ from surgery.errors import UserError
 from surgery.models.anatomy import anatomy
 from surgery.records.site import Site
 from surgery.splicing.splice import adopt
-from tests.conftest import random_base
+from tests.models import random_base
 
 ATTENTION = {"num_attention_heads": 4, "num_key_value_heads": 2}
 LLAMA = ATTENTION | {"intermediate_size": 48, "num_hidden_layers": 3}

@@ -16,7 +16,7 @@ from surgery.locating.walk import fully_gated
 from surgery.probes.encoded import encode
 from surgery.probes.kv import KVRetrieval
 from surgery.probes.question import Question
-from tests.conftest import VOCABULARY, random_base, random_selective
+from tests.models import VOCABULARY, random_base, random_selective
 
 FALCON = (FalconMambaConfig, FalconMambaForCausalLM)
 

@@ -19,7 +19,7 @@ import pytest
 from surgery.families.mamba2 import Mamba2HybridForCausalLM
 from surgery.hybrids.sources import sources
 from surgery.kernels import native
-from tests.conftest import ROOT, VOCABULARY, random_base
+from tests.models import ROOT, VOCABULARY, random_base
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the names here have characters that other systems refuse")
 

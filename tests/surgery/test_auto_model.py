@@ -9,7 +9,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 
 from surgery.records.plan import Plan
 from surgery.splicing.splice import splice
-from tests.conftest import BASES
+from tests.models import BASES
 from tests.surgery.stock_bases import KINDS, base_of
 
 FAMILIES = ("plain", "mamba", "falcon mamba", "llamba")

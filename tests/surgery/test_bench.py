@@ -18,7 +18,7 @@ from surgery.records.plan import Plan
 from surgery.records.recipe import Bench, Data
 from surgery.splicing.splice import splice
 from surgery.statistics import Estimate, Evidence
-from tests.conftest import ROOT, SAME, VOCABULARY, random_base
+from tests.models import ROOT, SAME, VOCABULARY, random_base
 
 SMALL = Bench(
     suites=("quick", "retrieval", "language", "speed"), pairs=(3, 6), limit=10, windows=3, window=32, contexts=(96,),

@@ -9,7 +9,7 @@ from surgery.commands.gate import requirement
 from surgery.errors import UserError
 from surgery.evaluation.report import Report
 from surgery.world.tokenizer import build_tokenizer
-from tests.conftest import ROOT, VOCABULARY, random_base
+from tests.models import ROOT, VOCABULARY, random_base
 
 TASKS = ["kv.4", "kv.64", "knowledge", "letters", "perplexity"]
 

@@ -15,7 +15,7 @@ from surgery.loading import checkpoint
 from surgery.loading.digests import fingerprint
 from surgery.splicing.load import load
 from surgery.world.tokenizer import build_tokenizer
-from tests.conftest import random_base
+from tests.models import random_base
 from tests.test_original import IDS, MAMBA1, MAMBA2, state_of, stock, write
 
 HAS_GPU = torch.cuda.is_available()

@@ -11,7 +11,7 @@ from surgery.more.oracles import Oracles
 from surgery.more.ways.choice import choose, most
 from surgery.records.plan import Plan
 from surgery.records.recipe import Auto, Data, PlanOptions
-from tests.conftest import TINY
+from tests.models import TINY
 
 NO_SKILLS = Data(skills=())  # test_skills.py has the bounds
 FEW = PlanOptions(heads=2, by="choice", auto=Auto(examples=8, candidates=2, windows=2))

@@ -16,7 +16,7 @@ from surgery.cli import app as cli
 from surgery.exporting import export as exporting
 from surgery.kernels import dispatch
 from surgery.world.tokenizer import build_tokenizer
-from tests.conftest import ROOT, VOCABULARY, random_base
+from tests.models import ROOT, VOCABULARY, random_base
 
 QUICK = """
 locate: {options: {pairs: 4}, examples: 6}

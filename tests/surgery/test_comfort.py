@@ -20,7 +20,7 @@ from surgery.records.plan import Plan
 from surgery.splicing.remembered import recalled
 from surgery.splicing.splice import adopt, graft_parameters, splice, unsplice
 from surgery.statistics import Estimate
-from tests.conftest import BASES, VOCABULARY, random_base
+from tests.models import BASES, VOCABULARY, random_base
 from tests.surgery.test_layer_graft import random_donor
 
 HEADS = Plan(sites=("L0.H1", "L1.H3,5"))

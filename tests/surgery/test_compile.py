@@ -19,8 +19,8 @@ from transformers import (
 
 from surgery.records.plan import Plan
 from surgery.splicing.splice import adopt, splice
-from tests.conftest import but_slow, random_base, random_llamba, random_selective
 from tests.kernels.inputs import assert_near, rounding
+from tests.models import but_slow, random_base, random_llamba, random_selective
 from tools import bench_compile
 from tools.bench_compile import Decoder, errors, rounding_bound
 

@@ -17,7 +17,7 @@ from surgery.more.task_code import check_task_code, without_task_code
 from surgery.records.plan import Plan
 from surgery.runtime.consent import consent, consenting
 from surgery.splicing.splice import splice
-from tests.conftest import VOCABULARY, random_base
+from tests.models import VOCABULARY, random_base
 
 PLAN = Plan(sites=("L1.H3",))
 STRANGE = {
@@ -172,11 +172,12 @@ def test_a_kernel_that_others_may_have_written_is_not_loaded(tmp_path, monkeypat
     (library,) = folder.glob("divergence-*.so")
     monkeypatch.setattr(native.ctypes, "CDLL", loaded.append)
     for whose in ("folder", "library", "writable"):
+        library.unlink()  # the one that is loaded stays as it is: written over, it would end this process with a bus error
+        library.write_bytes(b"what somebody else put there")
         if whose == "writable":
             folder.chmod(0o777)
         else:
             os.chown(library if whose == "library" else folder, 65534, 65534)
-        library.write_bytes(b"what somebody else put there")
         native.load.cache_clear()
         native.load("divergence")
         assert loaded, whose

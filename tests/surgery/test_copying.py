@@ -19,7 +19,7 @@ from surgery.records.recipe import Data, PlanOptions, Recipe, Tune
 from surgery.splicing.induction import token_inputs, token_outputs
 from surgery.splicing.splice import adopt, graft_parameters, splice, unsplice
 from surgery.tuning.batches import held_out_windows
-from tests.conftest import BASES, SAME
+from tests.models import BASES, SAME
 
 SITES = ("L0.H1,3", "L2.H0")
 FAMILIES = [name for name in BASES if "mamba" not in name or name == "llamba"]

@@ -32,7 +32,7 @@ from surgery.tuning.renaming import Renaming
 from surgery.tuning.state import Checkpoints
 from surgery.world.text import document
 from surgery.world.words import key_words
-from tests.conftest import ROOT, names
+from tests.models import ROOT, names
 
 SMALL = {
     "model_type": "mamba2", "hidden_size": 16, "num_hidden_layers": 2, "num_heads": 2, "head_dim": 16, "state_size": 8,

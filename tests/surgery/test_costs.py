@@ -46,7 +46,7 @@ from surgery.runtime.timing import Stopwatch, slowed
 from surgery.splicing.splice import adopt, graft_parameters, splice
 from surgery.tuning.loop import started_run, tune
 from surgery.tuning.micro_batches import MicroBatches
-from tests.conftest import BASES, names, random_base
+from tests.models import BASES, names, random_base
 
 RECIPE = """
 locate: {options: {pairs: 4}, examples: 12, batch_size: 4, exact: true}
@@ -122,13 +122,12 @@ def shapes_of(model):
 
 @pytest.mark.parametrize(
     "options",
-    [{"exact": True}, {"exact": True, "layers": False, "seeds": 2}, {"exact": False, "seeds": 2}, {"confirm": 0.2}],
+    [{"exact": True}, {"exact": True, "layers": False, "seeds": 2}, {"exact": False, "seeds": 2}, {"exact": 0.2}],
     ids=str,
 )
 def test_the_passes_of_a_search_are_those_that_it_makes(base, tokenizer, monkeypatch, options, tmp_path):
     subject = Subject.of(base, tokenizer)
     options = Locate(options={"pairs": 4}, examples=8, batch_size=4, **options)
-    options = options.model_copy(update={"exact": options.exact if options.confirm is None else True})
     sets = question_sets(tokenizer, options, seed=0, device=base.device)
     own = passes(sets, options, heads=24, layers=3)
     skills = skill_passes(skill_sets(subject, Data(), options, sets[0], seed=0), options, heads=24)
@@ -143,7 +142,7 @@ def test_the_passes_of_a_search_are_those_that_it_makes(base, tokenizer, monkeyp
         assert counted.calls["logits"] <= forwards
     else:
         assert counted.calls["logits"] == forwards
-    assert own.at_most is skills.at_most is (options.confirm is not None)
+    assert own.at_most is skills.at_most is (options.exact == 0.2)
 
 
 def test_the_tokens_of_a_step_are_those_of_its_batches(base, tokenizer, monkeypatch):

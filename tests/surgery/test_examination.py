@@ -18,7 +18,7 @@ from surgery.records.site import Site
 from surgery.runtime.ownership.folder import RECORD as OWN
 from surgery.splicing.joining import Patch
 from surgery.splicing.splice import splice
-from tests.conftest import BASES, ROOT, TINY
+from tests.models import BASES, ROOT, TINY
 from tests.surgery.test_anatomy import ARCHITECTURES
 from tools.published import published
 

@@ -26,7 +26,7 @@ from surgery.runtime.ownership import replacing
 from surgery.runtime.ownership import steps as system
 from surgery.runtime.ownership.folder import RECORD as OWN
 from surgery.splicing.splice import graft_parameters, splice
-from tests.conftest import VOCABULARY, random_base
+from tests.models import VOCABULARY, random_base
 
 PLAN = Plan(sites=("L1.H3",))
 PROOF = Proof(reader="transformers", version="5", why=None, difference=0.0, tolerance=1e-4, prompts=LENGTHS, tokens=NEW)

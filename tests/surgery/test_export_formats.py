@@ -24,8 +24,8 @@ from surgery.serving.formats import mamba_ssm, nemotron_h
 from surgery.serving.readers.mamba_ssm import load_folder
 from surgery.splicing.splice import adopt, splice
 from surgery.world.tokenizer import build_tokenizer
-from tests.conftest import BASES, random_base
 from tests.kernels.inputs import assert_near, rounding
+from tests.models import BASES, random_base
 from tests.surgery.test_layer_graft import random_donor
 from tests.test_original import GENERATIONS, IDS, reference_logits, write
 from tests.test_original_attention import folder_of

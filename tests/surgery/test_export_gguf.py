@@ -17,7 +17,7 @@ from surgery.serving import llama_cpp, proving
 from surgery.serving.ask_llama_cpp import paired
 from surgery.serving.formats import gguf
 from surgery.serving.to_gguf import splits_as_gpt2
-from tests.conftest import names
+from tests.models import names
 from tests.surgery.test_serving import grouped, own_answers, perturbed
 
 ROOT = Path(__file__).parent.parent.parent

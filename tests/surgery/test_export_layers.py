@@ -32,7 +32,7 @@ from surgery.records.plan import Plan
 from surgery.records.recipe import Recipe
 from surgery.runtime.ownership.replacing import building
 from surgery.splicing.splice import splice
-from tests.conftest import VOCABULARY, random_selective
+from tests.models import VOCABULARY, random_selective
 from tests.surgery.test_export_proof import HEADS, LAYER, base_of, hybrid_of
 
 CASES = {

@@ -11,7 +11,7 @@ from surgery.exporting.engines import check_engines
 from surgery.exporting.folder import Exported
 from surgery.records.plan import Plan
 from surgery.serving import proving
-from tests.conftest import ROOT
+from tests.models import ROOT
 
 PYTHON = Path(os.environ.get("SURGERY_MLX_PYTHON", ROOT / ".venv-mlx/bin/python"))
 # What mlx_lm/models/nemotron_h.py (0.32) has no default for.

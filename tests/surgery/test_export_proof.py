@@ -25,7 +25,7 @@ from surgery.models.answers import LENGTHS, NEW, answers, tensor_digest, tensors
 from surgery.records.plan import Plan
 from surgery.runtime.ownership.replacing import building
 from surgery.splicing.splice import graft_parameters, splice
-from tests.conftest import VOCABULARY, names, random_base, random_llamba, random_selective
+from tests.models import VOCABULARY, names, random_base, random_llamba, random_selective
 from tests.surgery.stock_bases import CONFIGURATIONS, plan_for
 from tests.surgery.stock_bases import base_of as stock_base
 from tests.surgery.test_layer_graft import random_donor

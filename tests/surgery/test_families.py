@@ -11,7 +11,7 @@ from surgery.errors import UserError
 from surgery.families import families, family_of
 from surgery.records.plan import Plan
 from surgery.splicing.splice import adopt, splice, unsplice
-from tests.conftest import BASES, random_selective
+from tests.models import BASES, random_selective
 from tests.surgery.outside import OutsideConfig, OutsideForCausalLM
 
 

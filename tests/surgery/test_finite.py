@@ -21,7 +21,7 @@ from surgery.records.recipe import Bench, Data, EarlyStopping, Lesson, Locate, T
 from surgery.splicing.splice import splice
 from surgery.studies.prune import Pruner
 from surgery.tuning.loop import tune
-from tests.conftest import random_base
+from tests.models import random_base
 
 LAYERS = 2
 WEIGHT = "backbone.layers.1.mixer.D"

@@ -8,8 +8,8 @@ import torch
 from torch.func import functional_call, grad, jacrev, vmap
 
 from surgery.splicing.splice import graft_parameters, splice
-from tests.conftest import BASES, SAME
 from tests.kernels.inputs import assert_near, rounding
+from tests.models import BASES, SAME
 from tests.surgery.test_half import HEADS
 
 HYBRIDS = pytest.mark.parametrize("base", ["plain", "mamba", "llamba"])

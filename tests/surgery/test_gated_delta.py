@@ -12,8 +12,8 @@ from surgery.models.cache import decodes
 from surgery.more.hybrids.gated_delta import SHARPNESS
 from surgery.records.plan import Plan
 from surgery.splicing.splice import splice
-from tests.conftest import SAME, VOCABULARY
 from tests.kernels.inputs import assert_near
+from tests.models import SAME, VOCABULARY
 from tests.surgery.mixer_checks import entering
 from tests.surgery.stock_bases import base_of as stock_base
 

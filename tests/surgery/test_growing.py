@@ -27,7 +27,7 @@ from surgery.records.growth import Saved
 from surgery.records.recipe import Auto, Data, PlanOptions, read_recipe
 from surgery.records.site import Site
 from surgery.splicing.splice import install
-from tests.conftest import random_selective
+from tests.models import random_selective
 
 NO_SKILLS = Data(skills=())  # test_skills.py has the bounds
 FEW = {"examples": 12, "windows": 2, "candidates": 2, "max_heads": 3}

@@ -37,7 +37,7 @@ from surgery.splicing.splice import adopt, graft_parameters, splice
 from surgery.tuning import steps
 from surgery.tuning.loop import tune
 from surgery.tuning.trainable import trainable, training
-from tests.conftest import BASES, VOCABULARY, but_slow, random_base, random_selective, subject
+from tests.models import BASES, VOCABULARY, but_slow, random_base, random_selective, subject
 
 HALF = {torch.float16: 1e-2, torch.bfloat16: 6e-2}  # and how far from float64 a random model's logits may be
 half = pytest.mark.parametrize("dtype", HALF, ids=str)

@@ -12,10 +12,10 @@ import typer
 
 from surgery.cli.app import VERBS, app, main
 from surgery.records.recipe import read_recipe
-from tests.conftest import ROOT
+from tests.models import ROOT
 
 # What makes the examples small. The help shows what a user types, who has the time.
-LOCATE = "locate.examples=8 locate.batch_size=8 locate.confirm=0.1 locate.layers=false"
+LOCATE = "locate.examples=8 locate.batch_size=8 locate.exact=0.1 locate.layers=false"
 BENCH = "bench.pairs=4,32 bench.unseen_pairs=[] bench.limit=8 bench.windows=2 bench.contexts=16 bench.batches=1"
 SMALLER = {
     "run": f"{LOCATE} {BENCH} tune.steps=2 bench.controls=false",

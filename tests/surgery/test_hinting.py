@@ -28,7 +28,7 @@ from surgery.tuning.sequences import (
 )
 from surgery.tuning.trainable import trainable, training, with_own_mixers
 from tests import published_models
-from tests.conftest import SAME, VOCABULARY, random_base, random_llamba, random_selective
+from tests.models import SAME, VOCABULARY, random_base, random_llamba, random_selective
 from tests.surgery.stock_bases import CONFIGURATIONS, base_of, plan_for
 
 LESSON = Lesson(options={"pairs": (2, 4)}, queries=3)

@@ -34,7 +34,7 @@ from surgery.splicing.splice import adopt, splice
 from surgery.studies.prune import Pruner
 from surgery.tuning.batches import check, held_out_windows
 from surgery.world.text import document
-from tests.conftest import VOCABULARY, random_base
+from tests.models import VOCABULARY, random_base
 
 TOKENS = 48
 
@@ -182,7 +182,7 @@ def test_other_rows_replace_a_head(how, world_base, tokenizer, options):
 
 def test_heads_are_ranked_and_planned_by_hits(world_base, tokenizer, options):
     """Where a plan grows, on rows that no head was ranked by."""
-    ranking = locate(world_base, tokenizer, probe="hits", options=options, examples=12, init="induction", confirm=0.3)
+    ranking = locate(world_base, tokenizer, probe="hits", options=options, examples=12, init="induction", exact=0.3)
     assert ranking.probe["options"]["tokens"] == TOKENS
     assert ranking.chance is None  # there is nothing to guess among
     assert ranking.heads[0].splice_loss.n == 12

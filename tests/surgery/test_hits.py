@@ -26,7 +26,7 @@ from surgery.tuning.distil import Distillation
 from surgery.tuning.loop import tune
 from surgery.tuning.rare_pairs import training_pairs
 from surgery.tuning.sequences import IGNORE
-from tests.conftest import VOCABULARY, random_base
+from tests.models import VOCABULARY, random_base
 
 TUNE = Tune(
     steps=3, batch_size=4, text_batch_size=3, text_tokens=160, lessons=(), hit_weight=1.0, kl_weight=2.0, warmup_steps=1,

@@ -21,7 +21,7 @@ from surgery.records.site import Site, split_sites
 from surgery.runtime.printable import printable
 from surgery.splicing.splice import splice
 from surgery.tuning.loop import tune
-from tests.conftest import ROOT, VOCABULARY, random_base, subject
+from tests.models import ROOT, VOCABULARY, random_base, subject
 
 PLAN = Plan(sites=("L1.H3",))
 HOSTILE = ("a|b", "`touch x`", "x\n---\nlicense: mit\n---", "<script>alert(1)</script>", "[a](http://x)", "**b**", "\x1b[2Jx")

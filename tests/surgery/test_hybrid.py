@@ -15,7 +15,7 @@ from surgery.kernels.dispatch import OPERATIONS, use
 from surgery.records.plan import Plan, Start
 from surgery.records.site import Site
 from surgery.splicing.splice import adopt, splice
-from tests.conftest import BASES, SAME, random_base
+from tests.models import BASES, SAME, random_base
 
 STOCK = {name: "stock" for name in OPERATIONS if name != "graft_attention"}
 PLANS = {

@@ -12,7 +12,7 @@ from surgery.locating.planning import plan, random_plan
 from surgery.records.plan import Plan
 from surgery.splicing.induction import token_inputs, whitening
 from surgery.splicing.splice import splice
-from tests.conftest import BASES, VOCABULARY
+from tests.models import BASES, VOCABULARY
 
 SITES = ("L0.H1,3",)
 

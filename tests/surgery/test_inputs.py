@@ -24,7 +24,7 @@ from surgery.records.record import read_text
 from surgery.records.yaml_text import parse_yaml
 from surgery.tuning.draws import Draws
 from surgery.tuning.text_sources import Reading, open_source
-from tests.conftest import TINY
+from tests.models import TINY
 
 
 def line_of(call) -> str:

@@ -10,7 +10,7 @@ from surgery.evaluation.report import Report
 from surgery.evaluation.results import Located
 from surgery.records.plan import Plan, PlanWindows
 from surgery.statistics import Estimate, Proportion, at_chance
-from tests.conftest import ROOT
+from tests.models import ROOT
 
 
 @pytest.fixture(scope="module")

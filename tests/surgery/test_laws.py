@@ -33,8 +33,8 @@ from surgery.tuning.loop import tune
 from surgery.tuning.partial_run import PartialRun
 from surgery.tuning.sequences import IGNORE
 from surgery.tuning.trainable import trainable, training
-from tests.conftest import BASES, SAME, VOCABULARY, but_slow
 from tests.kernels.inputs import assert_near
+from tests.models import BASES, SAME, VOCABULARY, but_slow
 from tests.surgery.stock_bases import ADOPTED, CONFIGURATIONS, KINDS, MAMBAS, base_of, plan_for
 from tests.surgery.test_hybrid import PLANS
 from tests.surgery.test_layer_graft import HYBRIDS, random_donor
@@ -437,7 +437,7 @@ def test_examined_located_planned_spliced_saved_and_loaded_again(name, tokenizer
     """By attribution, and of one model each head exactly; of another, also what its heads do to another skill."""
     base = (BASES[name] if name in OWN else partial(base_of, name))(vocab_size=VOCABULARY)
     exactly = name == "falcon_h1"
-    options = {"exact": True} if exactly else {"confirm": 0.05, "layers": False}
+    options = {"exact": True} if exactly else {"exact": 0.05, "layers": False}
     options |= {"data": Data(skills="letters" if name == "mamba" else ())}
     ranking = locate(base, tokenizer, options={"pairs": 2}, examples=4, batch_size=2, **options)
     if exactly:

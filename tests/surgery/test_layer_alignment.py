@@ -9,7 +9,7 @@ from surgery.pretraining.layer_alignment import align_layers, attention_states, 
 from surgery.records.plan import Plan
 from surgery.splicing.splice import splice
 from surgery.tuning.trainable import own_mixers
-from tests.conftest import SAME, random_llamba
+from tests.models import SAME, random_llamba
 
 
 def teacher(**changes) -> LlamaForCausalLM:

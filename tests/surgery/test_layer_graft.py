@@ -27,7 +27,7 @@ from surgery.kernels.attention import graft_attention
 from surgery.models.anatomy import anatomy
 from surgery.records.plan import Plan
 from surgery.splicing.splice import graft_parameters, splice, unsplice
-from tests.conftest import BASES, SAME, random_base
+from tests.models import BASES, SAME, random_base
 
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,

@@ -12,8 +12,8 @@ from surgery.kernels.mlstm import mlstm_scan
 from surgery.pretraining.mixer_starts import start_mixers
 from surgery.records.plan import Plan
 from surgery.splicing.splice import adopt, splice, unsplice
-from tests.conftest import SAME
 from tests.kernels.inputs import assert_near
+from tests.models import SAME
 from tests.surgery.mixer_checks import entering
 
 COMMON = {

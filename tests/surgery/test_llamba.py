@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from surgery.hybrids.dual import SSDProjected
 from surgery.hybrids.llamba import LEAST, LlambaConfig, LlambaForCausalLM
-from tests.conftest import SAME
 from tests.kernels.inputs import assert_near, rounding
+from tests.models import SAME
 
 # As cartesia-ai/Llamba-3B has it, with other sizes.
 PUBLISHED = {

@@ -19,7 +19,7 @@ from surgery.records.plan import Plan
 from surgery.records.recipe import Recipe, read_recipe
 from surgery.records.site import Site
 from surgery.world.tokenizer import build_tokenizer
-from tests.conftest import BASES, VOCABULARY, random_base
+from tests.models import BASES, VOCABULARY, random_base
 
 TWO = (Site(0, (3, 5)),)
 QUICK = (

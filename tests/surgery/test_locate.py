@@ -32,7 +32,7 @@ from surgery.records.site import Site
 from surgery.runtime.quiet import hush_transformers
 from surgery.splicing.splice import adopt, splice
 from surgery.statistics import Estimate, mean, means
-from tests.conftest import SAME, VARIANTS, VOCABULARY, but_slow, float64, random_base, subject
+from tests.models import SAME, VARIANTS, VOCABULARY, but_slow, float64, random_base, subject
 from tests.surgery.test_anatomy import build
 from tests.surgery.test_replay import untouched
 
@@ -291,7 +291,7 @@ def test_many_means_equal_single_ones():
 def test_only_the_leading_heads_are_confirmed(world_base, tokenizer):
     world_base = copy.deepcopy(world_base).double()
     every = locate(world_base, tokenizer, **FEW, examples=4)
-    some = locate(world_base, tokenizer, **FEW, examples=4, confirm=0.2)
+    some = locate(world_base, tokenizer, **FEW, examples=4, exact=0.2)
     by_attribution = sorted(every.heads, key=lambda s: -s.attribution.value)
     leading = {score.site for score in by_attribution[:5]}  # a fifth of 24
     assert not leading & set(some.drawn)
@@ -307,7 +307,7 @@ def test_only_the_leading_heads_are_confirmed(world_base, tokenizer):
     assert measured == sorted(measured, reverse=True)
     assert all(score.splice_loss for score in some.heads[: len(measured)])
     np.testing.assert_allclose(*([s.splice_loss.value for s in one.layers] for one in (some, every)), **SAME)
-    without = locate(world_base, tokenizer, **FEW, examples=4, confirm=0.1, layers=False)
+    without = locate(world_base, tokenizer, **FEW, examples=4, exact=0.1, layers=False)
     assert all(score.splice_loss is None and score.attribution for score in without.layers)
 
 
@@ -336,7 +336,7 @@ def test_models_without_grafts_are_analysed(name, tokenizer, tmp_path, painted):
 
 def test_the_heads_of_the_leading_layers_are_confirmed_where_nothing_can_be_spliced(tokenizer):
     model = build("llama", vocab_size=VOCABULARY)
-    ranking = locate(model, tokenizer, options={"pairs": 4}, examples=4, confirm=0.3)
+    ranking = locate(model, tokenizer, options={"pairs": 4}, examples=4, exact=0.3)
     costly = max(ranking.layers, key=lambda s: s.ablation_loss.value).site.layer
     measured = {score.site for score in ranking.heads if score.ablation_loss}
     assert {site for site in measured if site.layer == costly} == {Site(costly, (head,)) for head in range(4)}
@@ -356,7 +356,7 @@ def test_what_comes_instead_of_a_head_is_the_same_however_batches_are_cut(how, w
             costs.append(exact.effects(found.sites() + [Site(layer) for layer in range(3)])["ablation_loss"])
     np.testing.assert_allclose(costs[0], costs[1], **SAME)
     assert np.abs(costs[0] - costs[2]).max() > 1e-4
-    assert locate(world_base, tokenizer, **FEW, examples=2, ablation=how, confirm=0.1).probe["ablation"] == how
+    assert locate(world_base, tokenizer, **FEW, examples=2, ablation=how, exact=0.1).probe["ablation"] == how
 
 
 @pytest.mark.parametrize(
@@ -366,7 +366,7 @@ def test_what_comes_instead_of_a_head_is_the_same_however_batches_are_cut(how, w
     ],
 )  # fmt: skip
 def test_any_probe_of_questions_can_be_asked(probe, options, spans, world_base, tokenizer, tmp_path):
-    ranking = locate(world_base, tokenizer, probe=probe, options=options, examples=3, confirm=0.1, layers=False)
+    ranking = locate(world_base, tokenizer, probe=probe, options=options, examples=3, exact=0.1, layers=False)
     assert ranking.probe["name"] == probe
     assert ranking.probe["options"].items() >= options.items()
     assert ranking.probe["examples"] == 3

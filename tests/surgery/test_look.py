@@ -9,7 +9,7 @@ from surgery.commands import look as looking
 from surgery.commands.look import CONTEXTS, ModelLook, look
 from surgery.models.cache import cache_bytes, prefilled
 from surgery.world.tokenizer import build_tokenizer, is_of_the_world
-from tests.conftest import TINY, VOCABULARY, random_base
+from tests.models import TINY, VOCABULARY, random_base
 
 
 @pytest.fixture(autouse=True)

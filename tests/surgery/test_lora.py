@@ -19,7 +19,7 @@ from surgery.tuning.loop import tune
 from surgery.tuning.lora import adapted, adapters
 from surgery.tuning.trainable import trainable
 from surgery.world.tokenizer import build_tokenizer
-from tests.conftest import BASES, SAME, VOCABULARY, but_slow
+from tests.models import BASES, SAME, VOCABULARY, but_slow
 
 FAMILIES = ["plain", "mamba", "falcon mamba", "llamba"]
 TARGETS = {"plain": ("in_proj", "out_proj"), "llamba": ("in_proj", "out_proj", "gate_proj", "up_proj", "down_proj")}

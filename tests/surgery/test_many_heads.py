@@ -20,7 +20,7 @@ from surgery.records.record import provenance
 from surgery.records.site import Site
 from surgery.statistics import Estimate, Intervals, intervals, mean, proportion
 from surgery.world.tokenizer import build_tokenizer
-from tests.conftest import VOCABULARY, random_base
+from tests.models import VOCABULARY, random_base
 
 LAYERS, CHANNELS = 64, 8192
 

@@ -12,7 +12,7 @@ from surgery.models.anatomy import anatomy
 from surgery.records.plan import Plan
 from surgery.records.site import Site
 from surgery.splicing.splice import adopt, splice
-from tests.conftest import SAME, random_base, subject
+from tests.models import SAME, random_base, subject
 from tests.surgery.test_anatomy import ARCHITECTURES
 from tests.surgery.test_replay import draw, untouched, wide
 

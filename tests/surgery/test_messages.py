@@ -9,7 +9,7 @@ import surgery as package
 from surgery.cli.app import main  # noqa: F401  # the fixture `surgery` calls it
 from surgery.loading import hub
 from surgery.world.tokenizer import build_tokenizer
-from tests.conftest import VOCABULARY, random_base
+from tests.models import VOCABULARY, random_base
 
 
 @pytest.fixture(scope="module")

@@ -17,8 +17,8 @@ from surgery.hybrids.stock_hybrid import GraftCache
 from surgery.kernels.packing import packed
 from surgery.records.plan import Plan
 from surgery.splicing.splice import splice
-from tests.conftest import BASES, SAME, but_slow
 from tests.kernels.inputs import assert_near
+from tests.models import BASES, SAME, but_slow
 from tests.surgery import test_gated_delta as delta
 from tests.surgery import test_linear_mixers as linear
 from tests.surgery.stock_bases import base_of

@@ -22,7 +22,7 @@ from surgery.probes.scoring import answer, complete
 from surgery.records.recipe import Bench, Recipe
 from surgery.world.tokenizer import build_tokenizer
 from surgery.world.words import KEYS
-from tests.conftest import SAME, random_base
+from tests.models import SAME, random_base
 
 README = str(Path(__file__).parents[2] / "README.md")
 # Of every probe, options that fit.

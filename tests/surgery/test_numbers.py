@@ -33,7 +33,7 @@ from surgery.runtime.ownership.files import put, writing
 from surgery.splicing.splice import adopt, graft_parameters, splice
 from surgery.tuning.lora import adapted, adapters
 from surgery.world.tokenizer import build_tokenizer
-from tests.conftest import VOCABULARY, random_base
+from tests.models import VOCABULARY, random_base
 
 TOKENIZER = build_tokenizer()
 HEADS, LAYER = Plan(sites=("L1.H3", "L2.H0,5")), Plan(kind="layer", sites=("L1",), seed=3)

@@ -12,7 +12,7 @@ from surgery.loading.digests import fingerprint, model_digest
 from surgery.records.plan import Plan
 from surgery.splicing.splice import adopt, graft_parameters, splice, unsplice
 from surgery.world.tokenizer import build_tokenizer
-from tests.conftest import BASES, VOCABULARY, but_slow
+from tests.models import BASES, VOCABULARY, but_slow
 
 IDS = torch.randint(1, 99, (2, 9), generator=torch.Generator().manual_seed(1))
 KINDS = {

@@ -16,7 +16,7 @@ from surgery.probes.scoring import answer
 from surgery.records.plan import Plan
 from surgery.records.site import Site
 from surgery.splicing.splice import splice
-from tests.conftest import VOCABULARY, random_base, random_selective
+from tests.models import VOCABULARY, random_base, random_selective
 
 BASES = {"mamba2": random_base, "mamba": lambda **fields: random_selective(MambaConfig, MambaForCausalLM, **fields)}
 

@@ -22,7 +22,7 @@ from surgery.runtime.ownership.files import check_free, job, put, remove, tidy, 
 from surgery.runtime.ownership.folder import RECORD, OwnedFolder
 from surgery.runtime.ownership.replacing import building
 from surgery.runtime.plotting import drawing
-from tests.conftest import names
+from tests.models import names
 
 NOT_OURS = "was not written by this toolkit, or was changed since"
 

@@ -12,8 +12,8 @@ from surgery.tuning.distil import Distillation
 from surgery.tuning.partial_run import PartialRun
 from surgery.tuning.sequences import IGNORE
 from surgery.tuning.trainable import trainable, training
-from tests.conftest import BASES, SAME, but_slow, random_base
 from tests.kernels.inputs import assert_near, rounding
+from tests.models import BASES, SAME, but_slow, random_base
 from tests.surgery.test_hybrid import PLANS
 from tests.surgery.test_laws import LAYERS, UNTOUCHED, model_of, over
 

@@ -27,7 +27,7 @@ from surgery.splicing.joining import WEIGHTS, Patch, check_tensors, join
 from surgery.splicing.splice import graft_parameters, splice, unsplice
 from surgery.tuning.lora import adapted, adapters
 from surgery.world.tokenizer import build_tokenizer
-from tests.conftest import VOCABULARY, random_base, random_llamba, random_selective
+from tests.models import VOCABULARY, random_base, random_llamba, random_selective
 
 HEADS, LAYER = Plan(sites=("L1.H3", "L2.H0,5")), Plan(kind="layer", sites=("L1",))
 FAMILIES = {

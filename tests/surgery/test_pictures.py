@@ -25,7 +25,7 @@ from surgery.splicing.splice import adopt, splice
 from surgery.statistics import mean, proportion
 from surgery.studies import redraw
 from surgery.world.tokenizer import build_tokenizer
-from tests.conftest import ROOT, VOCABULARY, random_base
+from tests.models import ROOT, VOCABULARY, random_base
 
 pytestmark = pytest.mark.usefixtures("painted")
 CONTROL_NAMES = ("control_tuned", "control_random_site", "control_same_layer")

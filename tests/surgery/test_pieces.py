@@ -16,7 +16,7 @@ from surgery.probes.question import Completion, Question
 from surgery.probes.scoring import answer, complete
 from surgery.splicing.splice import adopt
 from surgery.world.tokenizer import build_tokenizer
-from tests.conftest import SAME, random_base, random_llamba
+from tests.models import SAME, random_base, random_llamba
 
 SMALL = 300  # logits: of three rows of 99 words
 

@@ -16,7 +16,7 @@ from surgery.tuning import plateau
 from surgery.tuning.loop import tune
 from surgery.tuning.optimizer import cosine_schedule, falling_schedule
 from surgery.tuning.plateau import LossCurve, Plateau, taken
-from tests.conftest import VOCABULARY, random_base
+from tests.models import VOCABULARY, random_base
 
 SMALL = Tune(
     steps="auto", max_steps=12, batch_size=4, text_batch_size=2, text_tokens=24, warmup_steps=2, save_steps=3,

@@ -20,7 +20,7 @@ from surgery.probes.scoring import answer
 from surgery.world.facts import facts
 from surgery.world.text import document
 from surgery.world.tokenizer import build_tokenizer
-from tests.conftest import SAME, random_base
+from tests.models import SAME, random_base
 
 
 @pytest.fixture(scope="module")

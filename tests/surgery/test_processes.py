@@ -21,11 +21,11 @@ from surgery.jobs.opening import open_checkpoint
 from surgery.locating import exact, prefilter
 from surgery.records.recipe import read_recipe
 from surgery.world.tokenizer import build_tokenizer
-from tests.conftest import SAME, VOCABULARY, names, random_base
+from tests.models import SAME, VOCABULARY, names, random_base
 
 # Ten batches, so that there are three decisions on whom to give up; and a second ranking to compare with.
 SETTINGS = [
-    "locate.options.pairs=3", "locate.examples=20", "locate.batch_size=2", "locate.confirm=0.5", "locate.ablation=mean",
+    "locate.options.pairs=3", "locate.examples=20", "locate.batch_size=2", "locate.exact=0.5", "locate.ablation=mean",
     "locate.seeds=2",
 ]  # fmt: skip
 ASKED = [part for setting in SETTINGS for part in ("--set", setting)]

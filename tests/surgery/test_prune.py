@@ -18,7 +18,7 @@ from surgery.records.site import Site
 from surgery.splicing.splice import adopt
 from surgery.studies import prune
 from surgery.studies.prune import Pruner, Pruning
-from tests.conftest import VOCABULARY
+from tests.models import VOCABULARY
 from tests.surgery.test_anatomy import build
 from tests.surgery.test_replay import untouched
 

@@ -24,7 +24,7 @@ from surgery.runtime.ownership.folder import RECORD as OWN
 from surgery.splicing.load import load
 from surgery.splicing.splice import splice
 from surgery.world.tokenizer import build_tokenizer
-from tests.conftest import ROOT, VOCABULARY, names, random_base
+from tests.models import ROOT, VOCABULARY, names, random_base
 
 REPO = "someone/hybrid"
 

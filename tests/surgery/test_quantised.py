@@ -30,7 +30,7 @@ from surgery.tuning.loop import tune
 from surgery.tuning.lora import matches
 from surgery.tuning.trainable import with_own_mixers
 from surgery.world.tokenizer import build_tokenizer
-from tests.conftest import VOCABULARY, random_base, random_llamba, random_selective, subject
+from tests.models import VOCABULARY, random_base, random_llamba, random_selective, subject
 
 pytest.importorskip("bitsandbytes", reason="quantised bases need bitsandbytes")
 BITS = {8: {"load_in_8bit": True}, 4: {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}}
@@ -206,7 +206,7 @@ def test_8_bits_in_float16_are_tuned(folders, family):
 def test_step_by_step_without_a_word_about_precision(surgery, folders, tmp_path):
     """The folder's configuration says how it is quantised; the command line needs to know nothing."""
     base = stored(folders, tmp_path / "base", 4)
-    quick = ("--set", "locate.examples=2", "--set", "locate.options.pairs=2", "--set", "locate.confirm=0.1")
+    quick = ("--set", "locate.examples=2", "--set", "locate.options.pairs=2", "--set", "locate.exact=0.1")
     for arguments in (("locate", base, *quick, "--out", "located"), ("plan", "located/ranking.json")):
         status, _, err = surgery(*arguments)
         assert status == 0, err

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from surgery.errors import UserError
 from surgery.records.plan import Plan
 from surgery.splicing.splice import adopt, splice
-from tests.conftest import BASES, but_slow, random_base
+from tests.models import BASES, but_slow, random_base
 from tests.surgery.test_half import HEADS, LAYER
 
 FAMILIES = ("plain", "mamba, biases, untied", "falcon mamba", "llamba")

@@ -13,7 +13,7 @@ from surgery.locating.locate import locate
 from surgery.locating.ranking import COLUMNS
 from surgery.records.recipe import Bench
 from surgery.world.tokenizer import build_tokenizer
-from tests.conftest import VOCABULARY, random_base
+from tests.models import VOCABULARY, random_base
 from tests.surgery.test_anatomy import build
 
 FEW = {"options": {"pairs": 4}, "examples": 4}
@@ -26,12 +26,12 @@ def base(tokenizer):
 
 @pytest.fixture(scope="module")
 def ranking(base, tokenizer):
-    return locate(base, tokenizer, **FEW, confirm=0.2, name="some/folder/base")
+    return locate(base, tokenizer, **FEW, exact=0.2, name="some/folder/base")
 
 
 @pytest.fixture(scope="module")
 def ablated(tokenizer):
-    return locate(build("llama", vocab_size=VOCABULARY), tokenizer, **FEW, confirm=0.3)
+    return locate(build("llama", vocab_size=VOCABULARY), tokenizer, **FEW, exact=0.3)
 
 
 def test_a_ranking_reads_as_a_table(ranking, ablated):
@@ -127,8 +127,8 @@ def test_a_checkpoint_is_located_in_without_naming_its_tokenizer(tiny):
         (lambda b, r: package.locate(b), "locate needs a tokenizer beside the model"),
         (lambda b, r: package.locate(b, "gpt2"), "takes a tokenizer as .* not a str"),
         (
-            lambda b, r: package.locate(b, build_tokenizer(), confirm=7),
-            "locate: confirm: Input should be less than or equal to 1",
+            lambda b, r: package.locate(b, build_tokenizer(), exact=7),
+            "locate: exact: Input should be less than or equal to 1",
         ),
         (lambda b, r: package.load(b), "load takes a Hub id or a folder, not a Mamba2ForCausalLM"),
         (lambda b, r: package.plan(b), "plan takes a Ranking, not a Mamba2ForCausalLM: surgery.locate makes one"),

@@ -16,7 +16,7 @@ from surgery.records.plan import Plan
 from surgery.records.recipe import Recipe
 from surgery.records.record import write_text
 from surgery.splicing.splice import splice
-from tests.conftest import VOCABULARY, names, random_base
+from tests.models import VOCABULARY, names, random_base
 
 RECIPE = Recipe(
     model="base",

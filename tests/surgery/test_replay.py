@@ -10,7 +10,7 @@ from surgery.locating.replay import Replay
 from surgery.locating.substitution import ablate_heads, skip_layers
 from surgery.models.anatomy import anatomy
 from surgery.records.site import Site
-from tests.conftest import but_slow, subject
+from tests.models import but_slow, subject
 from tests.surgery.test_anatomy import ARCHITECTURES, build
 
 TOLERANCE = {"rtol": 0, "atol": 1e-10}  # in float64, which every test here computes in

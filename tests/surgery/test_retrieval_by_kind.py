@@ -14,7 +14,7 @@ from surgery.statistics import Estimate
 from surgery.studies import make
 from surgery.studies.retrieval_by_kind import convolutions, without_convolutions
 from surgery.studies.study import Subjects
-from tests.conftest import ROOT
+from tests.models import ROOT
 
 
 def recipe(model: str, pairs: int = 8) -> Recipe:

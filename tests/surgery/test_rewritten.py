@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 
 from surgery.records.plan import Plan, Start
 from surgery.splicing.splice import splice
-from tests.conftest import random_base
+from tests.models import random_base
 from tests.surgery.test_export_formats import lively
 
 

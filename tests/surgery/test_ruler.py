@@ -18,7 +18,7 @@ from surgery.probes.kv import KVRetrieval
 from surgery.probes.question import Writing
 from surgery.probes.written import Texts, batches, write, write_shapes
 from surgery.records.plan import Plan
-from tests.conftest import TINY
+from tests.models import TINY
 from tools.ruler_check import harness_examples, prompt_of
 
 ADJECTIVES, NOUNS, VERBS = (

@@ -14,7 +14,7 @@ from surgery.evaluation.report import Report
 from surgery.loading.hub import is_model
 from surgery.records.recipe import read_recipe
 from surgery.world.tokenizer import build_tokenizer
-from tests.conftest import TINY, VOCABULARY, names, random_base
+from tests.models import TINY, VOCABULARY, names, random_base
 
 SMALL = (
     "locate.examples=8", "locate.exact=false", "plan={by: gain, heads: 1}",

@@ -24,7 +24,7 @@ from surgery.records.sections.gone import GONE
 from surgery.records.site import Site
 from surgery.splicing.load import load
 from surgery.studies import studies
-from tests.conftest import ROOT
+from tests.models import ROOT
 
 # As version 0.19 wrote them, with what went since at its default.
 OF_019 = """

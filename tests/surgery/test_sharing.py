@@ -24,7 +24,7 @@ from surgery.records.recipe import Lesson, Lora, Recipe, Tune
 from surgery.splicing.splice import adopt, graft_parameters, splice
 from surgery.tuning.loop import tune
 from surgery.tuning.trainable import trainable, with_own_mixers
-from tests.conftest import VOCABULARY, random_base
+from tests.models import VOCABULARY, random_base
 
 PLANS = {
     "heads": Plan(sites=("L0.H1", "L1.H3,5")),

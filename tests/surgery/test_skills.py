@@ -32,7 +32,7 @@ from surgery.tuning.distil import Distillation, counted
 from surgery.tuning.micro_batches import MicroBatches
 from surgery.tuning.skill_batches import skill_loader
 from surgery.tuning.trainable import trainable, training
-from tests.conftest import SAME, random_base
+from tests.models import SAME, random_base
 
 LETTERS = (Skill(probe="letters"),)
 SHORT = Tune(steps=2, batch_size=2, text_batch_size=2, text_tokens=24, skill_batch_size=6)

@@ -16,7 +16,7 @@ from surgery.probes.encoded import encode
 from surgery.probes.kv import KVRetrieval
 from surgery.records.site import Site
 from surgery.statistics import correlation
-from tests.conftest import VOCABULARY, random_base
+from tests.models import VOCABULARY, random_base
 
 KV = {"name": "kv", "options": {"pairs": 4}}
 SITES = [Site(0, (head,)) for head in range(12)]
@@ -100,7 +100,7 @@ def world_base(tokenizer):
 
 
 def test_a_ranking_is_repeated_with_other_seeds_and_probes(world_base, tokenizer, tmp_path):
-    common = {"options": {"pairs": 4}, "examples": 6, "layers": False, "confirm": 0.5, "batch_size": 3}
+    common = {"options": {"pairs": 4}, "examples": 6, "layers": False, "exact": 0.5, "batch_size": 3}
     alone = locate(world_base, tokenizer, **common, seed=4)
     ranking = locate(
         world_base, tokenizer, **common, seed=4, seeds=2, also=[{"probe": "mqar", "options": {"pairs": 3, "queries": 2}}]

@@ -22,7 +22,7 @@ from surgery.splicing.splice import graft_parameters, splice, unsplice
 from surgery.splicing.state import state_size
 from surgery.studies import Findings
 from surgery.tuning.state_sizes import shrink_state, state_scores
-from tests.conftest import ROOT, random_base, random_llamba, random_selective
+from tests.models import ROOT, random_base, random_llamba, random_selective
 
 IDS = torch.randint(1, 99, (2, 20), generator=torch.Generator().manual_seed(0))
 

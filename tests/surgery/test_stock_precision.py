@@ -10,7 +10,7 @@ from surgery.models.quantised import exact
 from surgery.records.recipe import Lora
 from surgery.splicing.splice import adopt, graft_parameters, splice, unsplice
 from surgery.tuning.loop import tune
-from tests.conftest import VOCABULARY, but_slow
+from tests.models import VOCABULARY, but_slow
 from tests.surgery.stock_bases import base_of, plan_for
 from tests.surgery.test_tune import SHORT
 

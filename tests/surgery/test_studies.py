@@ -13,12 +13,12 @@ from surgery.statistics import Proportion
 from surgery.studies import Findings, cohort, make, retrieval_aware, studies
 from surgery.studies.study import Row
 from surgery.tuning.run import TuningRun
-from tests.conftest import ROOT
+from tests.models import ROOT
 
 RECIPES = sorted((ROOT / "recipes" / "paper").glob("*.yaml"))
 FEW = ("--set", "locate.examples=10", "--set", "locate.options.pairs=8")
 ROLES = ("--set", "locate.examples=24", "--set", "locate.layers=false")
-SSM = ("--set", "locate.examples=40", "--set", "locate.options.pairs=32", "--set", "locate.confirm=0.13")
+SSM = ("--set", "locate.examples=40", "--set", "locate.options.pairs=32", "--set", "locate.exact=0.13")
 MORE = {  # what a recipe needs beside that: smaller sizes, or enough examples for heads to have roles
     "crucial-heads": ROLES,
     "kv-sweep": (*ROLES, "--set", "study.pairs=[4,8]"),
@@ -60,7 +60,7 @@ def test_every_study_has_a_recipe_and_says_what_was_published():
 
 SEEDS = """
 model: checkpoints/tiny-mamba2
-locate: {examples: 4, layers: false, confirm: 0.1, options: {pairs: 4}}
+locate: {examples: 4, layers: false, exact: 0.1, options: {pairs: 4}}
 tune: {steps: 1, batch_size: 2, text_batch_size: 1, skill_batch_size: 2, lessons: [{probe: kv, options: {pairs: 8}}]}
 bench: {pairs: [4, 8], unseen_pairs: [], limit: 4, windows: 2, contexts: []}
 study: {name: seeds, seeds: 2, ways: {distil: {}, gentle: {kl_weight: 4.0}}}

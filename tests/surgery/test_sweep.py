@@ -19,7 +19,7 @@ from surgery.studies.kv_sweep import CONTROL, kv_sweep
 from surgery.studies.prune import Pruner
 from surgery.studies.replacement import replacement_sweep
 from surgery.world.tokenizer import build_tokenizer
-from tests.conftest import VOCABULARY, random_llamba
+from tests.models import VOCABULARY, random_llamba
 from tests.surgery.test_layer_graft import random_donor
 from tests.surgery.test_replay import untouched
 

@@ -18,7 +18,7 @@ from surgery.records.record import provenance
 from surgery.records.site import Site
 from surgery.splicing.splice import adopt, splice
 from surgery.statistics import mean, proportion
-from tests.conftest import BASES
+from tests.models import BASES
 from tests.surgery.stock_bases import CONFIGURATIONS, base_of
 
 LENGTHS = (5, 16, 40)

@@ -27,7 +27,7 @@ from surgery.tuning.sequences import IGNORE, collate, kv_pieces, probe_pieces
 from surgery.tuning.text_sources import Reading, World
 from surgery.world.text import document
 from surgery.world.tokenizer import build_tokenizer
-from tests.conftest import ROOT, but_slow, float64, random_base
+from tests.models import ROOT, but_slow, float64, random_base
 
 NEOX = ROOT.parent / "shared" / "data" / "gpt-neox-tokenizer" / "20B_tokenizer.json"
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]

@@ -11,7 +11,7 @@ from surgery.exporting.tolerance import tolerance
 from surgery.records.plan import Plan
 from surgery.serving import proving
 from surgery.splicing.splice import splice
-from tests.conftest import ROOT, random_base, random_llamba, random_selective
+from tests.models import ROOT, random_base, random_llamba, random_selective
 from tests.surgery.test_export_formats import LAYER, lively
 
 PLAN = Plan(sites=("L0.H3",))

@@ -15,7 +15,7 @@ from surgery.tuning import steps
 from surgery.tuning.loop import tune
 from surgery.tuning.optimizer import cosine_schedule, parameter_groups
 from surgery.tuning.trainable import trainable
-from tests.conftest import BASES, VOCABULARY, random_base
+from tests.models import BASES, VOCABULARY, random_base
 
 LESSON = Lesson(options={"pairs": (2, 4)}, queries=3)
 SHORT = Tune(steps=6, batch_size=3, lessons=(LESSON,), text_batch_size=2, text_tokens=24, save_steps=2)

@@ -24,7 +24,7 @@ from surgery.tuning.distil import Distillation
 from surgery.tuning.loop import started_run, tune
 from surgery.tuning.sequences import IGNORE
 from surgery.tuning.trainable import trainable, training
-from tests.conftest import VOCABULARY, random_base, random_llamba, random_selective
+from tests.models import VOCABULARY, random_base, random_llamba, random_selective
 
 KINDS = {
     "mamba2": random_base,

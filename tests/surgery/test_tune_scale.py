@@ -32,7 +32,7 @@ from surgery.tuning import state, steps, trackers
 from surgery.tuning.batches import loaders
 from surgery.tuning.distil import Distillation
 from surgery.tuning.loop import tune
-from tests.conftest import VOCABULARY, float64, random_base
+from tests.models import VOCABULARY, float64, random_base
 
 DISTIL = Tune(
     steps=3,

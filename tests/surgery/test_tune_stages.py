@@ -19,7 +19,7 @@ from surgery.tuning.micro_batches import MicroBatches
 from surgery.tuning.sequences import IGNORE
 from surgery.tuning.shared_parts import StateCache
 from surgery.tuning.trainable import trainable, training
-from tests.conftest import SAME, VOCABULARY, random_base, random_llamba, random_selective
+from tests.models import SAME, VOCABULARY, random_base, random_llamba, random_selective
 
 LESSON = Lesson(options={"pairs": (2, 4)}, queries=3)
 SHORT = Tune(steps=2, batch_size=4, lessons=(LESSON,), text_batch_size=2, text_tokens=16, warmup_steps=1)

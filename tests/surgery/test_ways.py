@@ -20,7 +20,7 @@ from surgery.studies import Findings
 from surgery.studies import ways as ways_study
 from surgery.studies.passes import PassCounter
 from surgery.studies.study import Row
-from tests.conftest import ROOT, TINY
+from tests.models import ROOT, TINY
 
 AUTO = Auto(examples=8, windows=2, candidates=2, max_heads=2, steps=8, finalists=1, skill_examples=8)
 RULES = ("ablation", "attribution", "last", "layer", "random", "uniform")

@@ -31,7 +31,7 @@ from surgery.splicing.splice import adopt, graft_parameters, splice, unsplice
 from surgery.splicing.windows import attention_groups, random_windows
 from surgery.studies import Findings
 from surgery.tuning.distil import Distillation
-from tests.conftest import ROOT, but_slow, subject
+from tests.models import ROOT, but_slow, subject
 from tests.surgery.stock_bases import CONFIGURATIONS, base_of
 
 FIRST, LENGTH = 2, 5

@@ -21,6 +21,8 @@ GONE: dict[str, Gone] = {
     "bench.depths": Gone("0.20", [0.0, 0.5, 1.0], AS_BEFORE),
     "bench.doses": Gone("0.20", [], AS_BEFORE),
     "bench.engine_python": Gone("0.20", None, "give --engine-python to the command"),
+    "locate.budget": Gone("0.30", 600.0, "set locate.exact"),
+    "locate.confirm": Gone("0.30", None, "locate.exact takes the share"),
     "plan.donor_heads": Gone("0.22", {}, "heads start from their own weights; take plan.kind=layer"),
     "pretrain.letter_questions": Gone("0.20", 6, AS_BEFORE),
     "pretrain.needles": Gone("0.20", 8, AS_BEFORE),

@@ -29,13 +29,10 @@ class Locate(ProbeChoice):
 
     examples: int = Field(default=256, ge=2, le=EXAMPLES)
     """Questions that the model answers."""
-    exact: bool | None = None
-    """Also measure every head by itself, not only by attribution (one forward and backward for all heads). By default, if that
-    takes at most `budget` seconds, by the time of one forward of the model."""
-    budget: float = Field(default=600.0, ge=0)
-    """Seconds that measuring all heads may take where neither exact nor confirm says what is measured."""
-    confirm: float | None = Field(default=None, gt=0, le=1)
-    """Measure only this share of the heads exactly: the leading ones by attribution."""
+    exact: float | None = Field(default=None, ge=0, le=1)
+    """The share of the heads that are also measured one by one: those that lead by attribution, which takes one forward and
+    backward for all heads. true or 1: all; false or 0: none. By default all, if that takes at most ten minutes by the time of
+    one forward of the model."""
     init: Literal["dual", "induction"] = "dual"
     """How grafts of heads start, here and in the plan. dual: as the head's own SSM. induction: as an induction head, which
     looks for the same token before; for a base whose own heads do not choose among tokens. In families like mamba2."""
