@@ -22,8 +22,9 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from surgery.figures import plotting
+from surgery.figures.views import atlas, mixing
 from surgery.hybrids.llamba import LlambaConfig, LlambaForCausalLM
-from surgery.runtime import plotting
 from surgery.runtime.ownership.files import put
 from surgery.runtime.ownership.folder import RECORD
 from surgery.world.tokenizer import build_tokenizer
@@ -255,10 +256,11 @@ class Nothing:
 def unpainted():
     """Figures are neither laid out nor painted, and for those of a ranking nothing is computed: it would take most of a run.
     Tests that look at figures ask for `painted`. Gives what it has replaced."""
-    from surgery.jobs import locating_stage
-
-    places = ((plotting, "drawing"), (plotting, "legend"), (locating_stage, "draw_atlas"))
+    places = ((plotting, "drawing"), (plotting, "legend"), (atlas, "located"), (mixing, "located"))
     own = [(module, name, getattr(module, name)) for module, name in places]
+
+    def drawn(name):
+        return lambda *arguments: put(arguments[-1] / name, b"a picture")
 
     @contextmanager
     def drawing(path, rows=1, columns=1, **_):
@@ -268,12 +270,8 @@ def unpainted():
         if path is not None:
             put(path, b"a picture")
 
-    def draw_atlas(*arguments):
-        for name in ("atlas.png", "mixing.png"):
-            put(arguments[-1] / name, b"a picture")
-
     with pytest.MonkeyPatch.context() as patch:
-        for (module, name, _), instead in zip(own, (drawing, Nothing(), draw_atlas), strict=True):
+        for (module, name, _), instead in zip(own, (drawing, Nothing(), drawn("atlas.png"), drawn("mixing.png")), strict=True):
             patch.setattr(module, name, instead)
         yield own
 

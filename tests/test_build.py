@@ -44,7 +44,7 @@ def test_both_hold_every_file_of_the_package(source, built):
     names = {path.relative_to(source).as_posix() for path in package}
     # surgery/kernels is a symbolic link to kernels.
     names = {f"surgery/{name}" if name.startswith("kernels/") else name for name in names}
-    assert {"surgery/kernels/ssd.c", "surgery/probes/capitals.jsonl", "surgery/evaluation/page/page.css"} <= names
+    assert {"surgery/kernels/ssd.c", "surgery/probes/capitals.jsonl", "surgery/figures/page/page.css"} <= names
     for held in built:
         assert {name for name in held if name.startswith("surgery/") and not name.endswith("/")} >= names
 

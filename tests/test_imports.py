@@ -116,6 +116,8 @@ def test_the_core_imports_nothing_that_stands_around_it():
         if package(other) in around and package(name) in core | around - {package(other)}
     }
     expected = {
+        ("studies", "figures"): "how figures look",
+        ("more", "figures"): "the same, of a table's",
         ("studies", "pretraining"): "to make their own bases",
         ("studies", "more"): "oracles",
         ("studies", "costs"): "a run that says what it will cost",

@@ -19,7 +19,7 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 RECORD, PAGE = ROOT / "recipes" / "architecture.json", ROOT / "docs" / "architecture.md"
 BEGIN, END = "<!-- filled from recipes/architecture.json -->", "<!-- end -->"
-AROUND = ("serving", "pretraining", "more", "costs", "studies", "doctor", "commands", "cli")
+AROUND = ("figures", "serving", "pretraining", "more", "costs", "studies", "doctor", "commands", "cli")
 OWN = ("hybrids", "kernels")  # whose calls are a model's own
 
 WALKS = """
@@ -95,6 +95,7 @@ def measure(checkout: Path) -> dict[str, Any]:
         "around": lines(around),
         "kernels": lines(kernels),
         "tests": lines([*(checkout / "tests").rglob("*.py")]),
+        "tools": lines([*(checkout / "tools").rglob("*.py")]),
         **json.loads(done.stdout.splitlines()[-1]),
     }
 
@@ -106,7 +107,7 @@ def table(record: dict[str, Any]) -> str:
         (name, [f"{record[version][key]:,}" for version in versions])
         for name, key in (
             ("lines of the core", "core"), ("lines around it", "around"), ("lines of kernels", "kernels"),
-            ("lines of tests", "tests"), ("settings of a recipe", "settings"),
+            ("lines of tests", "tests"), ("lines of maintainers' tools", "tools"), ("settings of a recipe", "settings"),
         )
     ]  # fmt: skip
     for name, key in (("`base` in locate", "locate"), ("`plan` in splice", "splice"), ("`model` in tune", "tune")):

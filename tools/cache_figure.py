@@ -3,10 +3,10 @@ tools.redraw"""
 
 from pathlib import Path
 
-from surgery.evaluation.plots import name_lines
 from surgery.evaluation.report import Report
 from surgery.evaluation.results import ModelReport
-from surgery.runtime import plotting
+from surgery.figures import plotting
+from surgery.figures.plots import name_lines
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 REPORTS = {"demo": "#0072B2", "demo-auto": "#E69F00", "demo-mamba1": "#D55E00"}  # and their colours

@@ -5,7 +5,7 @@ from pathlib import Path
 from statistics import fmean
 
 from surgery.evaluation.results import value
-from surgery.runtime import plotting
+from surgery.figures import plotting
 from surgery.studies import Findings
 from surgery.studies.seeds import BASE, SEED, TEXT
 from tools.mixers_page import files

@@ -3,8 +3,8 @@
 import json
 from pathlib import Path
 
+from surgery.figures import plotting
 from surgery.pretraining.recipe import read_pretrain_recipe
-from surgery.runtime import plotting
 
 ROOT = Path(__file__).parent.parent
 TRAININGS = {  # recipe -> its log, and what it is called in the figure

@@ -6,7 +6,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from surgery.evaluation.report import Report
-from surgery.evaluation.report_figures import draw
+from surgery.figures.views.results import draw
 from surgery.records.recipe import Recipe
 from surgery.studies import Findings, make
 from surgery.studies.redraw import redraw

@@ -26,9 +26,9 @@ def table(
       surgery table runs/bench-tuned --out runs/table
     """
     with starting():
-        from surgery.evaluation.figure import looks
-        from surgery.evaluation.plots import draw_lines
-        from surgery.evaluation.report_figures import pictures, retrieval_figures
+        from surgery.figures.lines import looks
+        from surgery.figures.plots import draw_lines
+        from surgery.figures.views.results import pictures, retrieval_figures
         from surgery.more import table as tables
         from surgery.records.record import write_text
 

@@ -13,16 +13,15 @@ from surgery.costs.record import CostEstimate
 from surgery.errors import UserError
 from surgery.evaluation.bench import measure
 from surgery.evaluation.entries import Entry, ModelPool
-from surgery.evaluation.head_matrices import mixing
 from surgery.evaluation.report import Report
 from surgery.evaluation.suites import try_out
+from surgery.evaluation.views import MeasuredModels
 from surgery.jobs.output_folder import begin, check_folder, withdrawn_if_refused
 from surgery.jobs.preparing import check, name_texts
 from surgery.jobs.report_folder import REPORT, write_report
 from surgery.kernels.dispatch import use
 from surgery.loading.digests import Conditions, tokenizer_digest
 from surgery.loading.opened import Checkpoint
-from surgery.locating.example import short_question
 from surgery.models import pace
 from surgery.records.names import display_name, strip_paths
 from surgery.records.plan import PLAN, Plan
@@ -75,8 +74,7 @@ def compare(
         settings=settings["bench"],
     )  # fmt: skip
     with busy("drawing the report"):
-        example = short_question(base.tokenizer, recipe.locate.probe, recipe.locate.options, recipe.seed)
-        on_main(lambda: write_report(report, out, mixing(entries, base.tokenizer, example, origin)))
+        on_main(partial(write_report, MeasuredModels(report, base, entries, recipe), out))
     return report
 
 

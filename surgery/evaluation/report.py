@@ -2,10 +2,12 @@
 
 import sys
 from html import escape
+from importlib import import_module
 from textwrap import fill
 
 from surgery.evaluation.judgement import did_it_help, heading
 from surgery.evaluation.results import Results, value
+from surgery.runtime.listing import listed
 from surgery.statistics import written
 
 
@@ -34,7 +36,6 @@ class Report(Results):
             return
         from IPython.display import HTML, display
 
-        from surgery.evaluation.html import render
-
+        render = import_module(listed("views")["page"]).render
         page = f'<iframe srcdoc="{escape(render(self))}" style="width: 100%; height: 45em; border: 0"></iframe>'
         display(HTML(page))

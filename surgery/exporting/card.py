@@ -5,22 +5,15 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from huggingface_hub import ModelCardData
 from safetensors import safe_open
-from transformers import PreTrainedModel
 
 from surgery.errors import UserError
 from surgery.evaluation import markdown
 from surgery.evaluation.report import Report
-from surgery.families import family_of
 from surgery.loading.origin import Origin
-from surgery.models.anatomy import anatomy
 from surgery.records.names import as_code, in_markdown, is_control
 from surgery.records.plan import PLAN, Plan
-from surgery.runtime import plotting
-
-COLUMNS = 128  # of the map; more heads than that (the channels of a Mamba-1) share columns
 
 
 def card(name: str, folder: Path, record: Any, use: str) -> str:
@@ -80,51 +73,12 @@ def _what(base: str, plan: Plan | None, record: Any, gates: list[float]) -> list
     ]
 
 
-def draw_sites(hybrid: PreTrainedModel, plan: Plan, path: Path) -> None:
-    """The layer x head map of where attention went in, as PNG."""
-    layers, heads = family_of(hybrid.config).shape(hybrid.config)
-    sites = plan.sites
-    if plan.windows is not None and not sites:
-        sites, heads = plan.windows.sites, max(map(anatomy(hybrid).heads, range(layers)))
-    columns = min(heads, COLUMNS)
-    grafted = np.zeros((layers, columns))
-    for site in sites:
-        for head in site.heads or range(heads):
-            grafted[site.layer, head * columns // heads] += 1
-    sizes = np.bincount([head * columns // heads for head in range(heads)], minlength=columns)
-    if plan.kind == "head":
-        title = f"Attention at {sum(len(site.heads) for site in plan.sites):,} of {layers * heads:,} heads"
-        if columns < heads:
-            title += f"\n{-(-heads // columns)} heads a column, the darker the more"
-    elif plan.kind == "window":
-        title = f"Windows for {sum(len(site.heads) for site in sites):,} heads of the model's own attention"
-    else:
-        title = f"Attention instead of the mixer in {len(plan.sites)} of {layers} layers"
-    with plotting.drawing(path, height=min(1.5 + 0.22 * layers, 7)) as (_, axes):
-        axis = axes[0, 0]
-        shades = np.where(grafted > 0, 0.45 + 0.55 * grafted / sizes, 0)  # a single channel of a column is still seen
-        extent = (-0.5, heads - 0.5, layers - 0.5, -0.5)
-        axis.imshow(shades, cmap="Blues", vmin=0, vmax=1.2, aspect="auto", extent=extent, interpolation="nearest")
-        axis.set_xticks(_ticks(heads))
-        axis.set_yticks(_ticks(layers))
-        if columns == heads <= 64:  # a frame around every head
-            axis.set_xticks(np.arange(heads + 1) - 0.5, minor=True)
-            axis.set_yticks(np.arange(layers + 1) - 0.5, minor=True)
-            axis.grid(which="minor", color="#cccccc", lw=0.5)
-            axis.tick_params(which="minor", length=0)
-        axis.set(xlabel="head", ylabel="layer", title=title)
-
-
 LOADS = {
     "hf": "`trust_remote_code` is needed where mamba-surgery is not installed; the code is in this folder.",
     "patch": "It needs mamba-surgery and the base. Any other base is refused, with the name of the first tensor that differs.",
     "gguf": "Or with llama.cpp's own server: `llama-server -m model.gguf -c 4096 --flash-attn off`. Its flash attention rounds "
     "more on CPUs; if that was measured, it is given below.",
 }
-
-
-def _ticks(count: int) -> range:
-    return range(0, count, max(1, -(-count // 8)))
 
 
 def _metadata(record: Any, plan: Plan | None) -> str:

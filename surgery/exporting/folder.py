@@ -16,8 +16,8 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.errors import UserError
+from surgery.evaluation import views
 from surgery.evaluation.report import Report
-from surgery.evaluation.report_figures import draw
 from surgery.exporting import card
 from surgery.exporting.engines import EngineProof, engine_of
 from surgery.exporting.formats import Format
@@ -165,12 +165,11 @@ def _papers(
     """What travels with the weights in every format."""
     if plan is not None:
         published(plan).write(folder / PLAN)
-        card.draw_sites(hybrid, plan, folder / "sites.png")
     if recipe is not None:
         (folder / "recipe.yaml").write_text(yaml.safe_dump(strip_paths(recipe.model_dump(mode="json")), sort_keys=False))
     if report is not None:
         report.write(folder / "report.json")
-        draw(report, folder, "retrieval.png")
+    views.exported(hybrid, plan, report, folder)
     for name in ("atlas.png", "report.html"):
         if figures is not None and (figures / name).exists():
             shutil.copy(figures / name, folder / name)

@@ -5,11 +5,11 @@ from functools import partial
 from pathlib import Path
 
 from surgery.errors import UserError
+from surgery.evaluation import views
 from surgery.jobs.opening import advise_base, open_checkpoint
 from surgery.jobs.output_folder import begin, check_folder, withdrawn_if_refused
 from surgery.jobs.stages import first_change, first_difference, shown
 from surgery.loading.opened import Checkpoint
-from surgery.locating.atlas import draw_atlas
 from surgery.locating.locate import check_locatable, rank
 from surgery.locating.questions import check_questions, probe_in_words, question_sets, questions_digest
 from surgery.locating.ranking import Ranking
@@ -57,7 +57,7 @@ def located(
     def write() -> None:
         if figures:
             with busy("drawing the atlas"):
-                draw_atlas(base.model, base.tokenizer, ranking, out)
+                views.located(base, ranking, out)
         ranking.write(path)
         _discard(kept, path)
 

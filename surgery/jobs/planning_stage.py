@@ -7,15 +7,18 @@ from surgery.choosing import way_of
 from surgery.choosing.bounded import NoPlan
 from surgery.choosing.task import ChoiceTask
 from surgery.choosing.windows import plan_windows
-from surgery.evaluation.frontier import write_frontier
+from surgery.evaluation import views
 from surgery.loading.opened import Checkpoint
 from surgery.locating.planning import plan
 from surgery.locating.ranking import Ranking
+from surgery.records.growth import Growth
 from surgery.records.plan import Plan
 from surgery.records.recipe import Recipe
+from surgery.records.record import write_text
 from surgery.runtime.processes import on_main
 from surgery.tuning.state_sizes import shrink_state
 
+FRONTIER = "frontier.json"  # what each plan gains and costs, where none is within the bounds
 KEPT = "planning"  # the folder in which a run keeps what plan.heads=auto measures
 
 
@@ -34,11 +37,16 @@ def planned(recipe: Recipe, base: Checkpoint, ranking: Ranking, kept: Path | Non
         assert chosen is not None
     except NoPlan as error:
         if kept is not None:
-            on_main(partial(write_frontier, error.growth, kept.parent))
+            on_main(partial(_write_frontier, error.growth, kept.parent))
         raise
     if (size := recipe.plan.state_size) is None:
         return chosen
     return shrink_state(base, chosen, size, data=recipe.data, text_tokens=recipe.tune.text_tokens, seed=seed)
+
+
+def _write_frontier(growth: Growth, out: Path) -> None:
+    write_text(out / FRONTIER, growth.model_dump_json(indent=1) + "\n")
+    views.refused(growth, out)
 
 
 def _heads(recipe: Recipe, base: Checkpoint, ranking: Ranking, kept: Path | None, seed: int) -> Plan:

@@ -15,10 +15,10 @@ from surgery.errors import UserError
 from surgery.evaluation import markdown
 from surgery.evaluation.bench import measure
 from surgery.evaluation.entries import Entry
-from surgery.evaluation.head_matrices import mixing
 from surgery.evaluation.report import Report
 from surgery.evaluation.results import Located
 from surgery.evaluation.suites import try_out
+from surgery.evaluation.views import MeasuredModels
 from surgery.exporting.export import check_space, export
 from surgery.exporting.folder import RECORD, Exported
 from surgery.exporting.verifications import check_way
@@ -35,7 +35,6 @@ from surgery.jobs.stages import first_change
 from surgery.jobs.tuning_stage import steps_of, tuned
 from surgery.kernels.dispatch import use
 from surgery.loading.opened import Checkpoint, a_type
-from surgery.locating.example import short_question
 from surgery.locating.questions import probe_in_words
 from surgery.locating.ranking import Ranking
 from surgery.locating.subject import Subject
@@ -234,15 +233,13 @@ class _Job:
             training=self.training,
             settings=self.settings["bench"],
         )
-        return on_main(partial(self.write, report, ranking, chosen, entries))
+        return on_main(partial(self.write, report, chosen, entries))
 
-    def write(self, report: Report, ranking: Ranking, chosen: Plan, entries: dict[str, Entry]) -> Report:
+    def write(self, report: Report, chosen: Plan, entries: dict[str, Entry]) -> Report:
         """The report, the hybrid, and the report once more with all times in it."""
         recipe, hybrid = self.recipe, entries["tuned"].model
-        with busy("drawing the report"):
-            example = short_question(self.base.tokenizer, recipe.locate.probe, recipe.locate.options, recipe.seed)
-            matrices = mixing(entries, self.base.tokenizer, example, report.provenance, ranking.columns.find)
-            write_report(report, self.out, matrices)  # before the export, which takes report.html along
+        with busy("drawing the report"):  # before the export, which takes report.html along
+            write_report(MeasuredModels(report, self.base, entries, recipe), self.out)
         with (
             self.stage("export", "exporting the tuned hybrid, and comparing it, reloaded, with the live one"),
             busy("export"),
@@ -252,7 +249,7 @@ class _Job:
                 report=report, figures=self.out, verify=self.verify,
             )  # fmt: skip
         report = report.model_copy(update={"timings": self.timings, "cpu": self.cpu, "memory": self.memory})
-        describe(report, self.out, matrices)
+        describe(report, self.out)
         return report
 
 

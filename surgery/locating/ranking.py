@@ -2,17 +2,18 @@
 
 from functools import partial
 from html import escape
+from importlib import import_module
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from surgery.errors import UserError
-from surgery.locating.atlas import draw_scores
 from surgery.locating.heads import KINDS, ROLES, Score
 from surgery.locating.questions import probe_in_words
 from surgery.locating.ranked_heads import RankedHeads
 from surgery.records.names import display_name
+from surgery.runtime.listing import listed
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -84,7 +85,7 @@ class Ranking(RankedHeads):
     def plot(self) -> "Figure":
         """A matplotlib figure: heat maps layer x head, one for every score that was measured, with letters at aggregate and
         gather heads, and the leading heads as bars. A notebook shows it; for a file, call its savefig."""
-        figure = draw_scores(self)
+        figure = import_module(listed("views")["atlas"]).draw_scores(self)
         vars(figure)["_repr_png_"] = partial(_png, figure)  # for notebooks, whatever their backend
         return figure
 

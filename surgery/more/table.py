@@ -13,15 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from surgery.errors import UserError
-from surgery.evaluation.chance import chance
-from surgery.evaluation.figure import Figure, Point, Series, looks
 from surgery.evaluation.markdown import named_table
 from surgery.evaluation.report import Report
 from surgery.evaluation.results import ModelReport, Perplexity, value
+from surgery.figures import plotting
+from surgery.figures.chance import chance
+from surgery.figures.lines import Figure, Point, Series, looks
 from surgery.more.suites.ruler import RULER
 from surgery.more.suites.ruler import TITLES as RULER_TITLES
 from surgery.more.suites.standard import DOCUMENTS, NORMED, ZEROSHOT, norm_of
-from surgery.runtime import plotting
 from surgery.statistics import Estimate, Proportion
 
 REPORT = "report.json"

@@ -1,5 +1,5 @@
-"""What is found by listing the packages of one name: families, probes, suites, formats, readers, engines and ways of choosing,
-in whichever package they lie. So the core imports nothing else of what stands around it."""
+"""What is found by listing the packages of one name: families, probes, suites, formats, readers, engines, ways of choosing and
+views, in whichever package they lie. So the core imports nothing else of what stands around it."""
 
 import ast
 import pkgutil

@@ -21,6 +21,7 @@ from surgery.evaluation import markdown
 from surgery.evaluation.judgement import heading
 from surgery.evaluation.report import Report
 from surgery.evaluation.results import ModelReport, value
+from surgery.figures import plotting
 from surgery.jobs.locating_stage import RANKING
 from surgery.locating.ranking import Ranking
 from surgery.pretraining.fresh_model import check_architecture
@@ -30,7 +31,6 @@ from surgery.probes.letters import LETTERS as OPTIONS
 from surgery.records.names import is_control
 from surgery.records.recipe import Recipe, changed
 from surgery.records.site import Site
-from surgery.runtime import plotting
 from surgery.runtime.processes import on_main
 from surgery.runtime.progress import say
 from surgery.statistics import Estimate, Proportion

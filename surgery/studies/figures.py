@@ -8,17 +8,17 @@ from typing import Any
 import numpy as np
 
 from surgery.errors import UserError
-from surgery.evaluation.chance import chance
 from surgery.evaluation.results import value
-from surgery.locating.example import example_matrices, example_tokens, window
-from surgery.locating.mixing_figure import Strips, draw_strips, shares
+from surgery.figures import plotting
+from surgery.figures.chance import chance
+from surgery.figures.example import example_matrices, example_tokens, window
+from surgery.figures.mixing_figure import Strips, draw_strips, shares
 from surgery.locating.subject import Subject
 from surgery.probes import make
 from surgery.probes.knowledge import Knowledge
 from surgery.probes.kv import KVRetrieval
 from surgery.probes.question import Question
 from surgery.records.site import Site
-from surgery.runtime import plotting
 from surgery.statistics import Estimate, Proportion
 from surgery.studies.study import Findings, Subjects
 

@@ -19,6 +19,7 @@ from surgery.errors import UserError
 from surgery.evaluation.markdown import shortened
 from surgery.evaluation.results import value
 from surgery.evaluation.task import bench_seed
+from surgery.figures import plotting
 from surgery.jobs.locating_stage import located
 from surgery.jobs.planning_stage import KEPT, planned
 from surgery.jobs.tuning_stage import tuned
@@ -32,7 +33,6 @@ from surgery.records.plan import Plan
 from surgery.records.recipe import Recipe, changed
 from surgery.records.sections.section import Count
 from surgery.records.site import Site
-from surgery.runtime import plotting
 from surgery.runtime.progress import Track
 from surgery.splicing.splice import adopt, splice
 from surgery.statistics import Proportion, proportion

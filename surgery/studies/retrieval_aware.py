@@ -25,8 +25,9 @@ from transformers import PreTrainedModel
 
 from surgery.errors import UserError
 from surgery.evaluation.bench import measure
-from surgery.evaluation.plots import name_lines
 from surgery.evaluation.results import ModelReport, value
+from surgery.figures import plotting
+from surgery.figures.plots import name_lines
 from surgery.jobs.locating_stage import located
 from surgery.jobs.tuning_stage import tuned
 from surgery.loading.digests import fingerprint, model_digest
@@ -40,7 +41,6 @@ from surgery.records.plan import Plan
 from surgery.records.recipe import Recipe
 from surgery.records.sections.section import FACTOR, Steps
 from surgery.records.site import Site
-from surgery.runtime import plotting
 from surgery.runtime.ownership.files import put
 from surgery.runtime.progress import say
 from surgery.splicing.splice import adopt, splice, unsplice

@@ -21,6 +21,7 @@ from torch import nn
 
 from surgery.errors import UserError
 from surgery.evaluation.results import value
+from surgery.figures import plotting
 from surgery.locating.substitution import ablate_heads
 from surgery.locating.walk import fully_gated
 from surgery.models.anatomy import Anatomy, Kind
@@ -28,7 +29,6 @@ from surgery.more.oracles import Oracles
 from surgery.probes.perplexity import TextWindows, token_losses
 from surgery.records.recipe import Recipe
 from surgery.records.site import Site
-from surgery.runtime import plotting
 from surgery.runtime.progress import Track
 from surgery.statistics import difference, proportion
 from surgery.studies.study import Findings, Measurements, Row, Study, Subjects

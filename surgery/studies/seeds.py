@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from surgery.errors import UserError
 from surgery.evaluation.bench import measure
 from surgery.evaluation.results import ModelReport, value
+from surgery.figures import plotting
 from surgery.jobs.locating_stage import located
 from surgery.jobs.planning_stage import KEPT, planned
 from surgery.jobs.tuning_stage import SECONDS, tuned
@@ -27,7 +28,6 @@ from surgery.locating.planning import random_plan
 from surgery.records.plan import Plan
 from surgery.records.recipe import Recipe, changed
 from surgery.records.record import write_text
-from surgery.runtime import plotting
 from surgery.runtime.processes import on_main
 from surgery.splicing.splice import adopt, splice
 from surgery.statistics import Estimate, Proportion

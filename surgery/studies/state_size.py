@@ -14,14 +14,14 @@ from transformers import PreTrainedModel
 
 from surgery.errors import UserError
 from surgery.evaluation.bench import measure
-from surgery.evaluation.plots import name_lines
 from surgery.evaluation.results import value
+from surgery.figures import plotting
+from surgery.figures.plots import name_lines
 from surgery.jobs.locating_stage import located
 from surgery.jobs.planning_stage import KEPT, planned
 from surgery.jobs.tuning_stage import tuned
 from surgery.records.recipe import Recipe
 from surgery.records.sections.section import Count
-from surgery.runtime import plotting
 from surgery.splicing.splice import adopt, cut_state, splice
 from surgery.splicing.state import state_size
 from surgery.studies.study import KNOWLEDGE, TEXT, Findings, Measurements, Row, Study, Subjects, figures_of

@@ -25,6 +25,7 @@ from surgery.errors import UserError
 from surgery.evaluation.cells import Kept, kept
 from surgery.evaluation.results import value
 from surgery.evaluation.task import bench_seed
+from surgery.figures import plotting
 from surgery.jobs.locating_stage import RANKING, located
 from surgery.jobs.opening import open_checkpoint
 from surgery.jobs.planning_stage import planned
@@ -39,7 +40,6 @@ from surgery.records.names import strip_paths
 from surgery.records.plan import Plan
 from surgery.records.recipe import Recipe, changed
 from surgery.records.sections.section import Count
-from surgery.runtime import plotting
 from surgery.runtime.ownership.files import remove
 from surgery.runtime.processes import on_main
 from surgery.runtime.progress import say

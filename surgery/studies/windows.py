@@ -21,6 +21,7 @@ from surgery.choosing.windows import least_needed, windowed
 from surgery.errors import UserError
 from surgery.evaluation.results import value
 from surgery.evaluation.task import bench_seed
+from surgery.figures import plotting
 from surgery.jobs.locating_stage import located
 from surgery.locating.planning import plan
 from surgery.locating.ranking import Ranking
@@ -30,7 +31,6 @@ from surgery.records.plan import Plan
 from surgery.records.recipe import Recipe, WindowOptions, changed
 from surgery.records.sections.section import Count
 from surgery.records.site import Site
-from surgery.runtime import plotting
 from surgery.splicing.splice import install
 from surgery.statistics import Estimate, Proportion, difference, proportion, written
 from surgery.studies.figures import AT_RANDOM, whiskers

@@ -54,6 +54,7 @@ def prepare(work: Path) -> Path:
     import surgery.studies.prune_model
     from surgery.doctor.diagnosis import diagnose
     from surgery.exporting import verify
+    from surgery.figures.views import atlas, mixing, results
     from surgery.kernels.dispatch import use
     from surgery.models.answers import load_and_answer
     from surgery.records.record import code_digest
@@ -65,7 +66,7 @@ def prepare(work: Path) -> Path:
     hush_transformers()
     diagnose()  # kernels are compiled and tried once, here
 
-    def draw_atlas(model: Any, tokenizer: Any, ranking: Any, out: Path) -> None:
+    def drawn(base: Any, ranking: Any, out: Path) -> None:
         """Figures take half of a run, and are none of its inputs' doing."""
         for name in ("atlas.png", "mixing.png"):
             (out / name).write_bytes(b"a picture")
@@ -75,9 +76,8 @@ def prepare(work: Path) -> Path:
         with use(**verify.KERNELS):
             return [load_and_answer(folder, how, min(new, 8)) for folder, how in folders.items()]
 
-    surgery.jobs.locating_stage.draw_atlas = draw_atlas
-    for name in ("draw", "draw_grafts", "draw_scores"):
-        setattr(surgery.jobs.report_folder, name, lambda *_: None)
+    atlas.located = mixing.located = drawn
+    atlas.measured = mixing.draw_grafts = results.draw = lambda *_: None
     verify.ask = ask
     materials, made = work / "materials", work / "made"
     if not (made.exists() and made.read_text() == code_digest()):

@@ -6,8 +6,9 @@ from surgery import estimate, load
 from surgery.choosing import gain as growing
 from surgery.choosing.bounded import Measuring
 from surgery.costs.counts import planning, plans_measured
-from surgery.evaluation import html, markdown
+from surgery.evaluation import markdown
 from surgery.evaluation.automatic import rounds
+from surgery.figures.views import page as html
 from surgery.jobs import run as job
 from surgery.locating.questions import asked
 from surgery.locating.subject import Subject

@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 
 from surgery.errors import UserError
-from surgery.evaluation import asking, cells, markdown, report_figures, suites
+from surgery.evaluation import asking, cells, markdown, suites
 from surgery.evaluation.bench import measure
 from surgery.evaluation.report import Report
 from surgery.evaluation.results import Perplexity, needle_tasks
 from surgery.evaluation.suites import tasks
+from surgery.figures.views import results as report_figures
 from surgery.jobs.output_folder import BENCH
 from surgery.probes import probes
 from surgery.records.plan import Plan

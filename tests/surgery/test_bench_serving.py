@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from surgery import Plan, UserError, bench, load, splice
-from surgery.evaluation import html, markdown
+from surgery.evaluation import markdown
 from surgery.evaluation.suites import check
+from surgery.figures.views import page as html
 from surgery.records.recipe import Bench, read_recipe
 from surgery.runtime.consent import consenting
 from surgery.serving.suites.serving import versions

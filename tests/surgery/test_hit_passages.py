@@ -9,12 +9,12 @@ import torch
 from surgery.choosing.bounded import Measuring
 from surgery.choosing.task import ChoiceTask
 from surgery.errors import UserError
+from surgery.figures.example import example_tokens, short_question
 from surgery.loading.opened import Checkpoint
 from surgery.locating import walk
 from surgery.locating.attribution import attribute_starts
 from surgery.locating.attribution_memory import Step, parted
 from surgery.locating.exact import Exact
-from surgery.locating.example import example_tokens, short_question
 from surgery.locating.locate import locate
 from surgery.locating.planning import plan
 from surgery.locating.questions import QuestionSet, question_set

@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from surgery.errors import UserError
-from surgery.evaluation import markdown, report_figures
+from surgery.evaluation import markdown
 from surgery.evaluation.bench import bench
 from surgery.evaluation.judgement import judge
 from surgery.evaluation.suites import tasks
 from surgery.evaluation.suites.hits import hit_texts
+from surgery.figures.views import results as report_figures
 from surgery.probes.hits import NONE, PairCounts, hits, seen_before
 from surgery.probes.perplexity import text_losses
 from surgery.records.plan import Plan

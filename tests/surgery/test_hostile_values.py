@@ -9,9 +9,10 @@ import yaml
 
 from surgery.doctor.examination import examine
 from surgery.errors import UserError
-from surgery.evaluation import comparisons, markdown
+from surgery.evaluation import markdown
 from surgery.evaluation.report import Report
 from surgery.exporting.export import export
+from surgery.figures import comparisons
 from surgery.hybrids.dual import DualMixer
 from surgery.locating.locate import locate
 from surgery.records.names import as_code, in_markdown, one_line

@@ -3,11 +3,11 @@
 import pytest
 
 from surgery.commands.gate import requirement
-from surgery.evaluation.html import render as page
 from surgery.evaluation.judgement import did_it_help, heading, judge, lost
 from surgery.evaluation.markdown import render
 from surgery.evaluation.report import Report
 from surgery.evaluation.results import Located
+from surgery.figures.views.page import render as page
 from surgery.records.plan import Plan, PlanWindows
 from surgery.statistics import Estimate, Proportion, at_chance
 from tests.models import ROOT

@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from surgery.errors import UserError
+from surgery.evaluation import views
+from surgery.figures.mixing_figure import draw_mixing
+from surgery.loading.opened import Checkpoint
 from surgery.locating import walk
-from surgery.locating.atlas import draw_atlas
 from surgery.locating.attribution import STARTS, attribute_starts, best_starts
 from surgery.locating.exact import Exact
 from surgery.locating.locate import locate
-from surgery.locating.mixing_figure import draw_mixing
 from surgery.locating.planning import plan, random_plan
 from surgery.locating.questions import QuestionSet, reference_batch
 from surgery.locating.ranking import Ranking, Score
@@ -329,7 +330,7 @@ def test_models_without_grafts_are_analysed(name, tokenizer, tmp_path, painted):
     with pytest.raises(UserError, match="a model that cannot be spliced"):
         plan(ranking)
     if name == "llama":  # the other draws no differently
-        draw_atlas(model, tokenizer, ranking, tmp_path)
+        views.located(Checkpoint("llama", model, tokenizer, "f"), ranking, tmp_path)
         assert {path.name for path in tmp_path.iterdir()} == {"atlas.png", "mixing.png"}
     assert untouched(model)
 

@@ -7,8 +7,8 @@ import pytest
 import surgery
 from surgery.commands.tune_hybrid import tune_hybrid
 from surgery.errors import UserError
+from surgery.figures.views.atlas import grid
 from surgery.jobs.output_folder import check_folder
-from surgery.locating.atlas import grid
 from surgery.locating.ranking import Ranking
 from surgery.pretraining.pretrain import check_place, pretrain
 from surgery.pretraining.recipe import read_pretrain_recipe

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from surgery.errors import UserError
-from surgery.evaluation.atlas_page import LEADERS, MOST, atlas
+from surgery.figures.atlas_page import LEADERS, MOST, atlas
 from surgery.jobs.locating_stage import RANKING
 from surgery.locating import heads_file, ranked_heads
 from surgery.locating.heads import KINDS, SCORES, Heads, Score, gain

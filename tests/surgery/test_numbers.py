@@ -19,6 +19,7 @@ from surgery.evaluation.task import Task
 from surgery.exporting import folder as export_folder
 from surgery.exporting.export import export
 from surgery.exporting.folder import RECORD, Exported
+from surgery.figures.views import page
 from surgery.jobs import locating_stage, report_folder
 from surgery.loading import digests
 from surgery.loading.digests import conditions, model_digest, tokenizer_digest
@@ -281,12 +282,12 @@ def test_a_report_shows_no_atlas_of_another_model(place, tmp_path, monkeypatch):
     report = Report(provenance=made, plan=None, models={"base": measured}, timings={}, training={}, settings={})
     ranking = locate(base, TOKENIZER, options={"pairs": 4}, examples=2, exact=False, layers=False)
     monkeypatch.setattr(report_folder.markdown, "render", lambda _: "")
-    monkeypatch.setattr(report_folder.html, "render", lambda _, atlas, __: shown.append(atlas) or "")
+    monkeypatch.setattr(page, "render", lambda _, atlas, __: shown.append(atlas) or "")
     other = ranking.conditions.model_copy(update={"model": "another"})
     for found in (ranking, ranking.model_copy(update={"conditions": other})):
         with writing(tmp_path):
             found.write(tmp_path / "ranking.json")
-            report_folder.describe(report, tmp_path, None)
+            report_folder.describe(report, tmp_path)
     assert shown == [ranking, None]
 
 

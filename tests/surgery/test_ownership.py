@@ -12,6 +12,7 @@ import sys
 import pytest
 
 from surgery.errors import UserError
+from surgery.figures.plotting import drawing
 from surgery.jobs.output_folder import begin, check_folder, is_empty
 from surgery.locating.heads import Heads
 from surgery.records.plan import Plan
@@ -21,7 +22,6 @@ from surgery.runtime.ownership import folder, replacing, steps
 from surgery.runtime.ownership.files import check_free, job, put, remove, tidy, writing
 from surgery.runtime.ownership.folder import RECORD, OwnedFolder
 from surgery.runtime.ownership.replacing import building
-from surgery.runtime.plotting import drawing
 from tests.models import names
 
 NOT_OURS = "was not written by this toolkit, or was changed since"

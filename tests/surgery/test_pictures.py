@@ -8,19 +8,19 @@ import pytest
 from matplotlib import image as images
 
 from surgery.evaluation.bench import Entry
-from surgery.evaluation.chance import chance
-from surgery.evaluation.charts import chart
-from surgery.evaluation.figure import Figure, Point, Series, looks
-from surgery.evaluation.head_matrices import draw_grafts, mixing
 from surgery.evaluation.report import Report
-from surgery.evaluation.report_figures import cost_figures, draw
-from surgery.locating.atlas import draw_scores, grid
-from surgery.locating.example import short_question, window
+from surgery.figures import plotting
+from surgery.figures.chance import chance
+from surgery.figures.charts import chart
+from surgery.figures.example import short_question, window
+from surgery.figures.lines import Figure, Point, Series, looks
+from surgery.figures.views.atlas import draw_scores, grid
+from surgery.figures.views.mixing import draw_grafts, mixing
+from surgery.figures.views.results import cost_figures, draw
 from surgery.locating.ranking import Ranking, Score
 from surgery.records.plan import Plan
 from surgery.records.record import provenance
 from surgery.records.site import Site
-from surgery.runtime import plotting
 from surgery.splicing.splice import adopt, splice
 from surgery.statistics import mean, proportion
 from surgery.studies import redraw

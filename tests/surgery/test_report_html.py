@@ -14,15 +14,16 @@ import torch
 from PIL import Image
 
 from surgery.errors import UserError
-from surgery.evaluation import atlas_page, html
 from surgery.evaluation.bench import Entry
-from surgery.evaluation.charts import chart
-from surgery.evaluation.figure import Figure, Point, Series, looks
-from surgery.evaluation.head_matrices import Mixing, mixing
 from surgery.evaluation.report import Report
 from surgery.evaluation.results import Cost, ModelReport, Perplexity, Speed
-from surgery.locating import atlas as locating_atlas
-from surgery.locating.example import short_question
+from surgery.figures import atlas_page
+from surgery.figures.charts import chart
+from surgery.figures.example import short_question
+from surgery.figures.lines import Figure, Point, Series, looks
+from surgery.figures.views import atlas as locating_atlas
+from surgery.figures.views import page as html
+from surgery.figures.views.mixing import Mixing, mixing
 from surgery.locating.matrices import mixing_matrices
 from surgery.locating.ranking import Ranking, Score
 from surgery.locating.subject import Subject

@@ -10,16 +10,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.errors import UserError
+from surgery.evaluation.views import MeasuredModels
+from surgery.figures import plotting
+from surgery.figures.ranking_of import ranking_of
+from surgery.loading.opened import Checkpoint
 from surgery.locating.heads import ROLES, gain
-from surgery.locating.mixing_figure import draw_mixing
 from surgery.locating.questions import probe_in_words
 from surgery.locating.ranked_heads import RankedHeads
 from surgery.records.plan import Plan
 from surgery.records.site import Site
-from surgery.runtime import plotting
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -105,10 +106,15 @@ def measured_maps(ranking: RankedHeads) -> list[tuple[str, str, str]]:
     return [about for about in MAPS if ranking.columns.measured(about[0]).any()]
 
 
-def draw_atlas(base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ranking: RankedHeads, out: Path) -> None:
-    """atlas.png (scores) and mixing.png (mixing matrices) in the folder `out`."""
+def located(_: Checkpoint, ranking: RankedHeads, out: Path) -> None:
+    """atlas.png."""
     draw_scores(ranking, out / "atlas.png")
-    draw_mixing(base, tokenizer, ranking, out / "mixing.png")
+
+
+def measured(what: MeasuredModels, out: Path) -> None:
+    """atlas.png once more, with the grafted heads framed."""
+    if what.report.plan is not None and (ranking := ranking_of(what.report, out)) is not None:
+        draw_scores(ranking, out / "atlas.png", what.report.plan)
 
 
 def parts(plan: Plan | None) -> set[Site]:

@@ -9,10 +9,10 @@ import numpy as np
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from surgery.locating.example import Window, example_matrices, example_tokens, short_question, window
+from surgery.figures import plotting
+from surgery.figures.example import Window, example_matrices, example_tokens, short_question, window
 from surgery.locating.ranked_heads import RankedHeads
 from surgery.locating.subject import Subject
-from surgery.runtime import plotting
 
 CELL = 0.19  # inches, the height of a row
 TITLE, LABELS, CAPTION_HEIGHT = 0.32, 0.75, 0.8

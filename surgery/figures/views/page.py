@@ -11,18 +11,26 @@ import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from surgery.evaluation import markdown
-from surgery.evaluation.atlas_page import Atlas, atlas
 from surgery.evaluation.automatic import automatic_choices, rounds
-from surgery.evaluation.charts import chart
-from surgery.evaluation.comparisons import SYMBOLS, closest_control, summaries
-from surgery.evaluation.figure import looks
-from surgery.evaluation.head_matrices import Mixing
 from surgery.evaluation.judgement import judge
-from surgery.evaluation.mixing_page import mixing_page
-from surgery.evaluation.report_figures import cost_figures, retrieval_figures
+from surgery.evaluation.report import Report
 from surgery.evaluation.results import Results, count
+from surgery.figures.atlas_page import Atlas, atlas
+from surgery.figures.charts import chart
+from surgery.figures.comparisons import SYMBOLS, closest_control, summaries
+from surgery.figures.lines import looks
+from surgery.figures.mixing_page import mixing_page
+from surgery.figures.ranking_of import ranking_of
+from surgery.figures.views.mixing import Mixing, mixing_of
+from surgery.figures.views.results import cost_figures, retrieval_figures
 from surgery.locating.ranking import Ranking
 from surgery.records.names import is_control
+from surgery.records.record import write_text
+
+
+def described(report: Report, out: Path) -> None:
+    """report.html, with the atlas of the ranking and the mixing matrices that lie there."""
+    write_text(out / "report.html", render(report, ranking_of(report, out), mixing_of(report, out)))
 
 
 def render(report: Results, ranking: Ranking | None = None, mixing: Mixing | None = None) -> str:
@@ -32,7 +40,7 @@ def render(report: Results, ranking: Ranking | None = None, mixing: Mixing | Non
     look = looks(list(report.models))
     base = report.base
     models = summaries(report)
-    folder = Path(__file__).parent / "page"
+    folder = Path(__file__).parents[1] / "page"
     environment = Environment(
         loader=FileSystemLoader(folder), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )

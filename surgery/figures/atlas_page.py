@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from PIL import Image
 
-from surgery.evaluation.charts import minus
-from surgery.locating.atlas import MOST_LETTERS, Grid, colors_of, grid, measured_maps, parts
+from surgery.figures.charts import minus
+from surgery.figures.views.atlas import MOST_LETTERS, Grid, colors_of, grid, measured_maps, parts
 from surgery.locating.heads import Score
 from surgery.locating.ranked_heads import MANY, RankedHeads
 from surgery.records.plan import Plan

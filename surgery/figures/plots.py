@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from scipy.optimize import isotonic_regression
 
-from surgery.evaluation.figure import Figure, Series
-from surgery.runtime import plotting
+from surgery.figures import plotting
+from surgery.figures.lines import Figure, Series
 
 WIDTH, PANEL = 7.0, 2.9  # inches
 LETTERS, DIGITS = 72, 60  # of a title's line; of an axis

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 import numpy as np
 from PIL import Image
 
-from surgery.evaluation.atlas_page import as_png
-from surgery.evaluation.head_matrices import Mixing
-from surgery.locating.example import window
-from surgery.locating.mixing_figure import PALETTE, printed
+from surgery.figures.atlas_page import as_png
+from surgery.figures.example import window
+from surgery.figures.mixing_figure import PALETTE, printed
+from surgery.figures.views.mixing import Mixing
 
 
 @dataclass(frozen=True)

@@ -16,16 +16,22 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from surgery.evaluation.entries import Entry, ModelPool
-from surgery.locating.example import example_matrices, example_tokens, window
-from surgery.locating.mixing_figure import Strips, draw_strips
+from surgery.evaluation.report import Report
+from surgery.evaluation.views import MeasuredModels
+from surgery.figures import plotting
+from surgery.figures.example import example_matrices, example_tokens, short_question, window
+from surgery.figures.mixing_figure import Strips, draw_mixing, draw_strips
+from surgery.figures.ranking_of import ranking_of
+from surgery.loading.opened import Checkpoint
+from surgery.locating.ranked_heads import RankedHeads
 from surgery.locating.subject import Subject
 from surgery.probes.encoded import Asked
 from surgery.records.names import is_control
 from surgery.records.plan import Plan
 from surgery.records.record import Provenance, Record
 from surgery.records.site import Site, SiteText
-from surgery.runtime import plotting
 
+RECORD = "mixing.json"
 MOST_SITES = 4  # in the page; the rest of a plan's heads look alike
 MOST_DRAWN = 2  # in the PNG
 MOST_HEADS = 32  # of a layer, for its mean: a layer of Mamba-1 has thousands
@@ -79,6 +85,29 @@ class Mixing(Record):
     spans: tuple[tuple[int, ...], ...] = ()
     answer: tuple[int, ...]
     panels: tuple[Panel, ...]
+
+
+def located(base: Checkpoint, ranking: RankedHeads, out: Path) -> None:
+    """mixing.png: the leading heads."""
+    draw_mixing(base.model, base.tokenizer, ranking, out / "mixing.png")
+
+
+def measured(what: MeasuredModels, out: Path) -> None:
+    """mixing.json and grafts.png."""
+    report, tokenizer, asked = what.report, what.base.tokenizer, what.recipe.locate
+    example = short_question(tokenizer, asked.probe, asked.options, what.recipe.seed)
+    ranking = ranking_of(report, out) if report.plan is not None else None
+    places = None if ranking is None else ranking.columns.find
+    matrices = mixing(what.entries, tokenizer, example, report.provenance, places)
+    if matrices is not None:
+        matrices.write(out / RECORD)
+        draw_grafts(matrices, out / "grafts.png")
+
+
+def mixing_of(report: Report, out: Path) -> Mixing | None:
+    """What `measured` has written there, if it was for this report."""
+    matrices = Mixing.read(out / RECORD) if (out / RECORD).exists() else None
+    return matrices if matrices is not None and matrices.provenance == report.provenance else None
 
 
 def mixing(

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 
 from surgery.evaluation import markdown
-from surgery.evaluation.charts import Bar, bar, minus
 from surgery.evaluation.judgement import heading, verdict
 from surgery.evaluation.results import ModelReport, Perplexity, Results, is_loss
+from surgery.figures.charts import Bar, bar, minus
 from surgery.records.names import is_control
 from surgery.statistics import Estimate, Proportion
 

@@ -3,16 +3,31 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from surgery.evaluation.chance import chance
-from surgery.evaluation.comparisons import result_text
-from surgery.evaluation.figure import Figure, Look, Point, Series, looks
+from transformers import PreTrainedModel
+
 from surgery.evaluation.judgement import UNSEEN
-from surgery.evaluation.plots import draw_lines
 from surgery.evaluation.results import HITS, MIDDLE, NEEDLES, OTHERS, ModelReport, Perplexity, Results, count, is_loss, value
 from surgery.evaluation.suites import families
+from surgery.evaluation.views import MeasuredModels
+from surgery.figures import plotting
+from surgery.figures.chance import chance
+from surgery.figures.comparisons import result_text
+from surgery.figures.lines import Figure, Look, Point, Series, looks
+from surgery.figures.plots import draw_lines
 from surgery.records.names import is_control
-from surgery.runtime import plotting
+from surgery.records.plan import Plan
 from surgery.statistics import Estimate, Proportion
+
+
+def measured(what: MeasuredModels, out: Path) -> None:
+    """The files that report.md names."""
+    draw(what.report, out)
+
+
+def exported(_hybrid: PreTrainedModel, _plan: Plan | None, report: Results | None, out: Path) -> None:
+    """retrieval.png, for the card."""
+    if report is not None:
+        draw(report, out, "retrieval.png")
 
 
 def draw(report: Results, folder: Path, only: str = "") -> None:

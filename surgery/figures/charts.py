@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from surgery.evaluation.figure import Figure, Look, Series
+from surgery.figures.lines import Figure, Look, Series
 from surgery.statistics import Estimate
 
 WIDTH, HEIGHT = 440, 290

@@ -2,17 +2,13 @@
 
 from pathlib import Path
 
+from surgery.figures import plotting
 from surgery.records.growth import Growth
-from surgery.records.record import write_text
-from surgery.runtime import plotting
-
-RECORD, FIGURE = "frontier.json", "frontier.png"
 
 
-def write_frontier(growth: Growth, out: Path) -> None:
-    """frontier.json and frontier.png in the folder `out`."""
-    write_text(out / RECORD, growth.model_dump_json(indent=1) + "\n")
-    draw_frontier(growth, out / FIGURE)
+def refused(growth: Growth, out: Path) -> None:
+    """frontier.png."""
+    draw_frontier(growth, out / "frontier.png")
 
 
 def draw_frontier(growth: Growth, path: Path) -> None:

@@ -4,8 +4,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from surgery.figures import plotting
 from surgery.records.names import is_control
-from surgery.runtime import plotting
 
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#B8A800")
 # A model is known by its shape, too: as a path around 0, 0, and as matplotlib calls it.
