@@ -177,8 +177,8 @@ def test_cached_equals_uncached_and_padded_equals_single(model, tokens, padded):
 
 def assert_alike(model, tokens, padded):
     whole, (batch, mask) = model(tokens).logits, padded
-    # Beside a layer graft the other mixers are transformers' own; its Mamba-1 loses its state where several tokens come from the
-    # cache.
+    # Beside a layer graft the other mixers are transformers' own. Its Mamba-1 loses its state where several tokens come from
+    # the cache.
     others = model.config.model_type == "jamba_hybrid" and model.surgery.plan.kind == "layer"
     sizes = [34, 1, 1, 1] if others else [20, 1, 1, 1, 14]
     torch.testing.assert_close(in_pieces(model, tokens, sizes), whole, **SAME)

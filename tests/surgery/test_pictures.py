@@ -1,12 +1,15 @@
 """Figures: results and names, chance, the grafts' own attention, what of an example is drawn, and atlases of many heads."""
 
+import inspect
 import warnings
+from importlib import import_module
 from itertools import pairwise
 
 import numpy as np
 import pytest
 from matplotlib import image as images
 
+from surgery.evaluation import views
 from surgery.evaluation.bench import Entry
 from surgery.evaluation.report import Report
 from surgery.figures import plotting
@@ -17,15 +20,20 @@ from surgery.figures.lines import Figure, Point, Series, looks
 from surgery.figures.views.atlas import draw_scores, grid
 from surgery.figures.views.mixing import draw_grafts, mixing
 from surgery.figures.views.results import cost_figures, draw
+from surgery.jobs import report_folder
 from surgery.locating.ranking import Ranking, Score
 from surgery.records.plan import Plan
+from surgery.records.recipe import Recipe
 from surgery.records.record import provenance
 from surgery.records.site import Site
+from surgery.runtime import listing
+from surgery.runtime.listing import listed
+from surgery.runtime.ownership.files import writing
 from surgery.splicing.splice import adopt, splice
 from surgery.statistics import mean, proportion
 from surgery.studies import redraw
 from surgery.world.tokenizer import build_tokenizer
-from tests.models import ROOT, VOCABULARY, random_base
+from tests.models import ROOT, VOCABULARY, names, random_base
 
 pytestmark = pytest.mark.usefixtures("painted")
 CONTROL_NAMES = ("control_tuned", "control_random_site", "control_same_layer")
@@ -53,6 +61,45 @@ def drawn(painted, monkeypatch):
 
     monkeypatch.setattr(plotting, "drawing", spy)
     return figures
+
+
+MOMENTS = {
+    name: moment for name, moment in inspect.getmembers(views, inspect.isfunction)
+    if moment.__module__ == views.__name__ and not name.startswith("_")
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("module", listed("views").values(), ids=listed("views"))
+def test_a_view_draws_at_moments_that_there_are(module):
+    own = {name: getattr(import_module(module), name) for name in MOMENTS if hasattr(import_module(module), name)}
+    assert own
+    for name, function in own.items():
+        assert len(inspect.signature(function).parameters) == len(inspect.signature(MOMENTS[name]).parameters)
+
+
+def test_views_are_found_and_without_them_nothing_but_pictures_is_missing(tmp_path, monkeypatch):
+    report = Report.read(ROOT / "recipes" / "demo.report.json")
+    measured = views.MeasuredModels(report, None, {}, Recipe(model="base"))
+    monkeypatch.setattr(views, "listed", lambda _: {})
+    with writing(tmp_path):
+        report_folder.write_report(measured, tmp_path)
+    assert names(tmp_path) == ["report.json", "report.md"]
+    (tmp_path / "mine" / "views").mkdir(parents=True)
+    (tmp_path / "mine" / "views" / "title.py").write_text(VIEW)
+    monkeypatch.setattr(listing, "ROOTS", (tmp_path / "mine",))
+    monkeypatch.setattr(views, "listed", listing.listed)
+    monkeypatch.syspath_prepend(tmp_path)
+    with writing(tmp_path / "out"):
+        report_folder.write_report(measured, tmp_path / "out")
+    assert (tmp_path / "out" / "title.txt").read_text() == report.provenance.base
+
+
+VIEW = """
+from surgery.runtime.ownership.files import put
+
+def described(report, out):
+    put(out / "title.txt", report.provenance.base.encode())
+"""
 
 
 def test_a_token_that_no_font_has_is_drawn(tmp_path):
