@@ -19,5 +19,5 @@ def write_report(measured: MeasuredModels, out: Path) -> None:
 def describe(report: Report, out: Path) -> None:
     """The report itself, without figures of what was measured."""
     write_text(out / "report.md", markdown.render(report))
-    report.write(out / REPORT)
     views.described(report, out)
+    report.write(out / REPORT)  # where it is, all else is
