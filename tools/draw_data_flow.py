@@ -30,10 +30,10 @@ class Box:
 
 VERBS = {
     "locate": Box(1.2, 2.1, "locate", "probes, locating"),
-    "plan": Box(4.8, 2.1, "plan", "locating"),
+    "plan": Box(4.8, 2.1, "plan", "locating, choosing"),
     "splice": Box(8.4, 2.1, "splice", "families, splicing"),
     "tune": Box(12.0, 2.1, "tune", "tuning"),
-    "bench": Box(7.6, -2.4, "bench", "evaluation"),
+    "bench": Box(7.6, -2.4, "bench", "evaluation, figures"),
     "export": Box(13.7, -0.9, "export", "exporting"),
 }
 RECORDS = {
@@ -50,6 +50,7 @@ ARROWS = [
     (RECORDS["base"], VERBS["locate"]),
     (VERBS["locate"], RECORDS["ranking"]),
     (RECORDS["ranking"], VERBS["plan"]),
+    (RECORDS["base"], VERBS["plan"]),
     (VERBS["plan"], RECORDS["plan"]),
     (RECORDS["plan"], VERBS["splice"]),
     (RECORDS["base"], VERBS["splice"]),
