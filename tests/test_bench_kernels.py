@@ -72,6 +72,7 @@ def test_a_part_is_measured_again_into_the_whole():
         old.updated(new.model_copy(update={"environment": here.model_copy(update={"threads": 99})}))
 
 
+@pytest.mark.slow  # steps of a model of benchmarks
 def test_both_tuning_steps_run():
     """What is timed is a step that learns: a finite loss, of the same size for both."""
     losses = {name: float(step()) for name, step in graft_against_trainer(torch.device("cpu"))().items()}

@@ -96,7 +96,8 @@ def test_every_recipe_for_a_published_model_has_its_configuration_and_its_comman
         assert f"{verb} recipes/{name}.yaml" in (RECIPES / f"{name}.yaml").read_text().splitlines()[0]
 
 
-@pytest.mark.parametrize("name", but_slow([name for name in names() if name not in LOCATED], "llamba-8b"))
+@pytest.mark.slow  # test_locating_alone is quicker, and test_cli.py has whole runs
+@pytest.mark.parametrize("name", [name for name in names() if name not in LOCATED])
 def test_the_whole_run(surgery, write, tmp_path, name):
     # Shares and numbers of heads are of the whole depth and width. Controls are of the same parts.
     fewer = ["locate.exact=0.1"] if read_recipe(RECIPES / f"{name}.yaml").locate.exact not in (None, 0, 1) else []

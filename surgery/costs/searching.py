@@ -1,13 +1,12 @@
 """What a search costs beside an exact scan (locating/passes.py): attribution, and the questions about other skills."""
 
-import math
 from collections.abc import Sequence
 
 from surgery.locating.attribution import STARTS, attribute_starts
 from surgery.locating.attribution_memory import parted
 from surgery.locating.passes import PassCounts
 from surgery.locating.questions import QuestionSet
-from surgery.locating.search import DRAWN
+from surgery.locating.search import DRAWN, share_of
 from surgery.locating.subject import Subject
 from surgery.locating.walk import fully_gated
 from surgery.models.pace import Pace, Work
@@ -46,5 +45,5 @@ def skill_passes(sets: Sequence[QuestionSet], options: Locate, heads: int, graft
     slopes = batches if graftable else 0
     if not options.exact:
         return PassCounts(batches, 0, slopes, 0, 0, 0, False)
-    chosen = heads if options.exact == 1 else min(heads, math.ceil(options.exact * heads) + DRAWN)
+    chosen = heads if options.exact == 1 else min(heads, share_of(options.exact, heads) + DRAWN)
     return PassCounts(0, 0, slopes, batches, batches * chosen * (2 if graftable else 1), 0, options.exact != 1)

@@ -1,8 +1,15 @@
-"""Views: pictures and pages that show results to a reader. They are found by listing the folders `views` around the core; all
-that they show is in JSON and Markdown without them.
+"""Views: what draws pictures, and pages, of results. They are found in the folders named `views`. Without them only
+mixing.json and what is drawn are missing.
 
-A view is a file with a function for each of the moments below at which it has something to draw. It takes what the function
-here takes, and writes into the folder `out`.
+A view is a module with
+
+- FILES: the names of the files that it writes, by the moment at which it does, written out, because names are reserved before
+  anything is imported;
+- for each of these moments a function of the same name and arguments as here. It writes into `out`, by write_text of
+  records/record.py or put of runtime/ownership/files.py, so that the files are known to be ours. Of several processes only the
+  main one calls it.
+
+A view that fails is named in a warning, and ends nothing: what it shows is measured already.
 """
 
 from collections.abc import Mapping
@@ -13,6 +20,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from surgery.errors import UserError
 from surgery.evaluation.entries import Entry
 from surgery.evaluation.report import Report
 from surgery.loading.opened import Checkpoint
@@ -20,7 +28,8 @@ from surgery.locating.ranking import Ranking
 from surgery.records.growth import Growth
 from surgery.records.plan import Plan
 from surgery.records.recipe import Recipe
-from surgery.runtime.listing import listed
+from surgery.runtime.listing import listed, literals
+from surgery.runtime.progress import say
 
 
 @dataclass(frozen=True)
@@ -34,31 +43,48 @@ class MeasuredModels:
 
 
 def located(base: Checkpoint, ranking: Ranking, out: Path) -> None:
-    """The heads of a base are ranked."""
+    """Heads have been ranked; ranking.json is about to be written."""
     _draw("located", base, ranking, out)
 
 
 def refused(growth: Growth, out: Path) -> None:
-    """No plan that was measured is within its bounds."""
+    """No plan that was measured keeps within the bounds."""
     _draw("refused", growth, out)
 
 
 def measured(what: MeasuredModels, out: Path) -> None:
-    """Models are measured. out: has the ranking, if heads were ranked for it."""
+    """Models have been measured. `out` holds ranking.json if heads were ranked for them."""
     _draw("measured", what, out)
 
 
 def described(report: Report, out: Path) -> None:
-    """The report is written, for the first time or again with the times of later stages. What `measured` drew is there."""
+    """A report is about to be written, and once more when the times of the export are known. What was drawn when the models
+    had been measured is in `out`."""
     _draw("described", report, out)
 
 
 def exported(hybrid: PreTrainedModel, plan: Plan | None, report: Report | None, out: Path) -> None:
-    """A hybrid is written, with its plan and the report on it, if there are any."""
+    """A hybrid is being exported (without a plan, a base), before it is verified."""
     _draw("exported", hybrid, plan, report, out)
 
 
+MOMENTS = tuple(function.__name__ for function in (located, refused, measured, described, exported))
+
+
+def check() -> None:
+    """Raise UserError for views of one name, and for one that names a moment that there is not."""
+    for name, said in literals("views", "FILES").items():
+        if wrong := said["FILES"].keys() - MOMENTS:
+            raise UserError(f"the view {name} draws when '{min(wrong)}'; there are {', '.join(MOMENTS)}")
+
+
 def _draw(moment: str, *given: Any) -> None:
-    for module in listed("views").values():
-        if (draw := getattr(import_module(module), moment, None)) is not None:
-            draw(*given)
+    modules = listed("views")
+    for name, said in literals("views", "FILES").items():
+        if moment in said["FILES"]:
+            try:
+                getattr(import_module(modules[name]), moment)(*given)
+            except (UserError, OSError):  # a full disk, say, which nothing else could be written to
+                raise
+            except Exception as error:
+                say(f"warning: the view {name} could not draw: {type(error).__name__}: {error}")

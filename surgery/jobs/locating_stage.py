@@ -4,6 +4,8 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from surgery.errors import UserError
 from surgery.evaluation import views
 from surgery.jobs.opening import advise_base, open_checkpoint
@@ -78,7 +80,10 @@ def _outdated(ranking: Ranking, recipe: Recipe, subject: Subject) -> str | None:
     conditions, whatever the recipe calls them."""
     earlier, now = dict(ranking.provenance.recipe or {}), strip_paths(recipe.model_dump(mode="json"))
     if "locate" in earlier:  # with what older versions did not have
-        earlier["locate"] = Locate.model_validate(earlier["locate"]).model_dump(mode="json")
+        try:
+            earlier["locate"] = Locate.model_validate(earlier["locate"]).model_dump(mode="json")
+        except ValidationError:  # a setting that went, which was not at its default
+            return "version"
     compared = [(earlier.get(section), now[section], section) for section in ("seed", "kernels", "locate")]
     compared.append((earlier.get("data", {}).get("skills"), now["data"]["skills"], "data.skills"))
     for before, after, name in compared:
@@ -105,6 +110,7 @@ def locate_model(
     with busy("opening the model"):
         base = open_checkpoint(recipe, trust_remote_code)
     advise_base(base)
+    views.check()
     check_locatable(base.model, recipe.locate.exact, recipe.locate.init)
     check_questions(base.tokenizer, recipe.locate, recipe.seed)
     if resume and (out / RANKING).exists():

@@ -15,6 +15,7 @@ from surgery.jobs.interruption import note_beginning
 from surgery.records.plan import PLAN
 from surgery.records.recipe import Recipe, read_recipe
 from surgery.records.record import Record, toolkit, write_text
+from surgery.runtime.listing import literals
 from surgery.runtime.ownership import files
 from surgery.runtime.ownership.complaints import refuse, saying
 from surgery.runtime.ownership.files import check_free, enter, withdraw
@@ -28,11 +29,7 @@ CHOSEN, LOOK = "chosen.yaml", "look.json"  # of a run that chose its recipe by l
 # What is written before anything is measured or trained.
 BEFOREHAND = {RECIPE, RUN, CHOSEN, LOOK, "tuning.json"}
 # Names that a verb will need in its folder: if one of them is the user's, the verb ends before the work.
-LOCATE = ("ranking.json", "atlas.png", "mixing.png", "locate")
-BENCH = (
-    "report.json", "report.md", "report.html", "mixing.json", "grafts.png", "retrieval.png", "lengths.png", "hits.png",
-    "cost.png", "speed.png", "cells",
-)  # fmt: skip
+LOCATE, BENCH = ("ranking.json", "locate"), ("report.json", "report.md", "cells")
 NEEDED = {
     "locate": LOCATE,
     "bench": (*BENCH, "tuning"),
@@ -50,11 +47,16 @@ NEEDED = {
         "findings.json",
         "figure.png",
         "frontier.json",
-        "frontier.png",
         "bases",
         "jobs",
     ),
 }
+# The moments of evaluation/views.py that a verb comes to.
+DRAWN = {
+    "locate": ("located",),
+    "bench": ("measured", "described"),
+    "run": ("located", "refused", "measured", "described"),
+}  # fmt: skip
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -82,7 +84,7 @@ def check_folder(out: Path, verb: str, *, resume: bool = False, overwrite: bool 
         if folder is None or RUN not in folder.files:
             raise UserError(f"{out} exists and is no earlier run of this toolkit; choose another --out")
         names = {path: path.relative_to(folder.root).as_posix() for path in folder.survey().foreign}
-    refuse(path for path, name in names.items() if name in folder.files or name in (RECIPE, RUN, *NEEDED[verb]))
+    refuse(path for path, name in names.items() if name in folder.files or name in (RECIPE, RUN, *NEEDED[verb], *_drawn(verb)))
     if verb == "run":
         check_free(out / "hybrid")
     if overwrite:
@@ -95,6 +97,12 @@ def check_folder(out: Path, verb: str, *, resume: bool = False, overwrite: bool 
     if not resume:
         ways = "--resume goes on with it, --overwrite replaces it" if resumable else "--overwrite replaces it"
         raise UserError(f"{out} holds an earlier run: {ways} (or choose another --out)")
+
+
+def _drawn(verb: str) -> list[str]:
+    """The names of the files that views will write."""
+    views = literals("views", "FILES").values() if verb in DRAWN else ()
+    return [name for said in views for moment in DRAWN[verb] for name in said["FILES"].get(moment, ())]
 
 
 def begin(

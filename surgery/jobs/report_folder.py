@@ -11,13 +11,13 @@ REPORT = "report.json"
 
 
 def write_report(measured: MeasuredModels, out: Path) -> None:
-    """report.json and report.md, with all that views draw of it."""
+    """report.json, report.md, and all that views draw."""
     views.measured(measured, out)
     describe(measured.report, out)
 
 
 def describe(report: Report, out: Path) -> None:
-    """The report itself, without figures of what was measured."""
+    """The same, without drawing again what was measured."""
     write_text(out / "report.md", markdown.render(report))
     views.described(report, out)
-    report.write(out / REPORT)  # where it is, all else is
+    report.write(out / REPORT)  # last: where it is, all the rest is

@@ -24,12 +24,12 @@ from surgery.runtime import processes
 from surgery.runtime.progress import busy, duration, say
 from surgery.statistics import CEILING, Proportion, at_chance, share_right
 
-BUDGET = 600.0  # seconds that measuring all heads may take where locate.exact does not say what is measured
+BUDGET = 600.0  # seconds that measuring all heads may take where locate.exact is not set
 
 
 def look_at_base(subject: Subject, questions: QuestionSet, options: Locate, ledger: Ledger) -> tuple[Proportion, float | None]:
     """(the base's accuracy on the questions, that of guessing; None where there are no choices to guess among). Says so where
-    no head could be located by them."""
+    no head could be located by them, or no gain could show."""
     measured = Exact(subject, questions, ablation=options.ablation, ledger=ledger)
     measured.measure([], layers=False)
     accuracy = share_right(measured.correct["base", None])
@@ -37,11 +37,11 @@ def look_at_base(subject: Subject, questions: QuestionSet, options: Locate, ledg
     chance = float(np.mean(chances)) if chances else None
     probe = probe_in_words(questions.name, questions.options)
     if chance is not None and at_chance(accuracy, chance):
-        few = accuracy.accuracy > 2 * chance  # and only the interval is wide
+        few = accuracy.accuracy > 2 * chance  # the accuracy may be fine, and only its interval is wide
         easier = "choose a probe that the base can do in part (fewer pairs, say)"
         advice = "ask more questions (locate.examples)" if few else easier
         say(
-            f"warning: the base is {'not surely above' if few else 'at'} chance on {probe}: accuracy {accuracy}, chance "
+            f"warning: the base is {'not clearly above' if few else 'at'} chance on {probe}: accuracy {accuracy}, chance "
             f"{chance:.3f}. Heads that are located by it mean nothing, and no gain will count; {advice}"
         )
     elif accuracy.accuracy >= CEILING:
@@ -69,13 +69,13 @@ def with_exactness(
 
 
 def exactness(options: Locate, subject: Subject, sets: Sequence[QuestionSet], pace: Pace) -> float:
-    """Which heads will be measured exactly, by the pace of a forward; nothing is said."""
+    """The share of the heads that will be measured exactly, by the pace of a forward; says nothing."""
     if options.exact is not None:
         return options.exact
-    return float(not subject.graftable or _scan(options, subject, sets, pace) <= BUDGET)
+    return float(not subject.graftable or _scan_seconds(options, subject, sets, pace) <= BUDGET)
 
 
-def _scan(options: Locate, subject: Subject, sets: Sequence[QuestionSet], pace: Pace) -> float:
+def _scan_seconds(options: Locate, subject: Subject, sets: Sequence[QuestionSet], pace: Pace) -> float:
     """The seconds of an exact scan."""
     each, share = counted(sets, options.model_copy(update={"exact": True}), subject)
     return pace.time(batch_of(sets) * each.scan(share)) / processes.state().num_processes
@@ -86,7 +86,7 @@ def _affordable(options: Locate, subject: Subject, sets: Sequence[QuestionSet], 
     ids, _ = padded(sets[0].groups[0][1].rows, subject.model.device)
     with busy("timing a forward"):
         pace = forward_pace(subject.model, ids)
-    seconds = _scan(options, subject, sets, pace)
+    seconds = _scan_seconds(options, subject, sets, pace)
     affordable = exact = seconds <= BUDGET
     if kept is not None:
         exact = _decided(kept / "exact.json", options, subject.conditions.model_dump(mode="json"), exact)
@@ -94,10 +94,10 @@ def _affordable(options: Locate, subject: Subject, sets: Sequence[QuestionSet], 
     if exact:
         say(f"measuring {heads} exactly, each ablated and spliced: about {takes}")
     elif affordable:
-        say("locating only by attribution, as this search began; locate.exact=true measures all heads")
+        say("ranking by attribution alone, as this search began; locate.exact=true measures all heads")
     else:
         say(
-            f"locating only by attribution: measuring {heads} exactly would take about {takes}, more than {duration(BUDGET)}. "
+            f"ranking by attribution alone: measuring {heads} exactly would take about {takes}, more than {duration(BUDGET)}. "
             "locate.exact=true measures all of them, locate.exact=0.05 the leading 5%"
         )
     return exact

@@ -18,7 +18,7 @@ from surgery.models.anatomy import Anatomy
 from surgery.records.recipe import Locate
 from surgery.records.site import Site
 
-LEADING = 10  # of a share of the heads, those that are measured on all examples, and also ablated, for their roles
+LEADING = 10  # of a share of the heads, those that are never given up, and that are ablated, too, for their roles
 DRAWN = 8  # heads that did not lead, measured as a control
 
 
@@ -108,9 +108,14 @@ class Search:
             costs = measured.effects([Site(layer) for layer in with_mixer])["ablation_loss"].mean(0)
             promise = costs[np.searchsorted(with_mixer, layers)]
         order = np.argsort(-promise, kind="stable")
-        order = order[~np.isnan(promise[order])].tolist()  # NaN: the heads of attention, which can only be ablated
-        count = math.ceil(share * len(order))
+        order = order[~np.isnan(promise[order])].tolist()  # NaN: heads of attention, which can only be ablated
+        count = share_of(share, len(order))
         return [anatomy.site(number) for number in order[:count]], order[count:]
+
+
+def share_of(share: float, heads: int) -> int:
+    """How many heads a share of them is, rounded up; 7% of 100 are 7, in floating point, too."""
+    return math.ceil(share * heads - 1e-9)
 
 
 def drawn(anatomy: Anatomy, numbers: Sequence[int], seed: int) -> list[Site]:

@@ -19,6 +19,7 @@ from surgery.kernels.flash_attention import Cut, Kind, attend, cut, takes
 from tests.kernels.flash_stand_ins import Package, RefusedError, installed  # noqa: F401
 from tests.kernels.inputs import assert_near
 from tests.kernels.test_attention import loop, padding
+from tests.models import but_slow
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 KINDS = [
@@ -266,14 +267,13 @@ def test_without_a_gpu_they_refuse():
         through("triton")(*call)  # one of our own, until 0.19
 
 
-@pytest.mark.parametrize(
-    ("dtype", "mask", "shape"),
-    [
-        *((torch.float32, mask, {"t": t, "w": 129, "dv": 64}) for t in (1, 20) for mask in ("none", "keys", "pairs")),
-        *((dtype, "keys", {"t": 140, "w": 17, "dv": 200}) for dtype in (torch.bfloat16, torch.float16)),
-    ],
-    ids=str,
-)
+FLEX = [
+    *((torch.float32, mask, {"t": t, "w": 129, "dv": 64}) for t in (1, 20) for mask in ("none", "keys", "pairs")),
+    *((dtype, "keys", {"t": 140, "w": 17, "dv": 200}) for dtype in (torch.bfloat16, torch.float16)),
+]
+
+
+@pytest.mark.parametrize(("dtype", "mask", "shape"), but_slow(FLEX, FLEX[0], *FLEX[4:7]), ids=str)
 def test_flex_equals_a_loop(dtype, mask, shape):
     """Queries at the end of the keys; keys that are missing, and rows that see nothing; several blocks."""
     call = make(past=7, pairs=2, missing=0.3, left=12, **shape).to(dtype)

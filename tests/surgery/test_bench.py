@@ -13,7 +13,6 @@ from surgery.evaluation.report import Report
 from surgery.evaluation.results import Perplexity, needle_tasks
 from surgery.evaluation.suites import tasks
 from surgery.figures.views import results as report_figures
-from surgery.jobs.output_folder import BENCH
 from surgery.probes import probes
 from surgery.records.plan import Plan
 from surgery.records.recipe import Bench, Data
@@ -189,7 +188,7 @@ def test_retrieval_against_the_length_of_the_prompt(pair, tokenizer, tmp_path):
     assert "![Retrieval against the length of the prompt](lengths.png)" in text
     assert [list(tasks) for tasks in needle_tasks(report.base.tasks).values()] == [[300, 600]] * 3
     report_figures.draw(report, tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {"lengths.png"} <= {*BENCH}
+    assert {path.name for path in tmp_path.iterdir()} == {"lengths.png"} <= {*report_figures.FILES["measured"]}
 
 
 def test_the_report_is_read_again_and_has_its_page(finished):

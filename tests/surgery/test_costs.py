@@ -526,6 +526,7 @@ def test_what_other_programs_take_is_no_work():
     assert slowed(2.0, 1.0) == slowed(0.0, 1.0) == 1.0
 
 
+@pytest.mark.usefixtures("announced")
 def test_a_comparison_is_estimated_as_it_runs(folder, tmp_path, monkeypatch, capsys):
     """What its stages are, with writing that may end early; the comparison itself says it first, unless it is short."""
     spliced = splice(surgery.load(folder / "base").model, Plan(sites=("L1.H2",)))

@@ -1,6 +1,7 @@
 """Figures: results and names, chance, the grafts' own attention, what of an example is drawn, and atlases of many heads."""
 
 import inspect
+import sys
 import warnings
 from importlib import import_module
 from itertools import pairwise
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 from matplotlib import image as images
 
+from surgery.errors import UserError
 from surgery.evaluation import views
 from surgery.evaluation.bench import Entry
 from surgery.evaluation.report import Report
@@ -21,13 +23,14 @@ from surgery.figures.views.atlas import draw_scores, grid
 from surgery.figures.views.mixing import draw_grafts, mixing
 from surgery.figures.views.results import cost_figures, draw
 from surgery.jobs import report_folder
+from surgery.jobs.output_folder import Run, check_folder
 from surgery.locating.ranking import Ranking, Score
 from surgery.records.plan import Plan
 from surgery.records.recipe import Recipe
 from surgery.records.record import provenance
 from surgery.records.site import Site
 from surgery.runtime import listing
-from surgery.runtime.listing import listed
+from surgery.runtime.listing import listed, literals
 from surgery.runtime.ownership.files import writing
 from surgery.splicing.splice import adopt, splice
 from surgery.statistics import mean, proportion
@@ -63,43 +66,72 @@ def drawn(painted, monkeypatch):
     return figures
 
 
-MOMENTS = {
-    name: moment for name, moment in inspect.getmembers(views, inspect.isfunction)
-    if moment.__module__ == views.__name__ and not name.startswith("_")
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("module", listed("views").values(), ids=listed("views"))
-def test_a_view_draws_at_moments_that_there_are(module):
-    own = {name: getattr(import_module(module), name) for name in MOMENTS if hasattr(import_module(module), name)}
-    assert own
-    for name, function in own.items():
-        assert len(inspect.signature(function).parameters) == len(inspect.signature(MOMENTS[name]).parameters)
-
-
-def test_views_are_found_and_without_them_nothing_but_pictures_is_missing(tmp_path, monkeypatch):
-    report = Report.read(ROOT / "recipes" / "demo.report.json")
-    measured = views.MeasuredModels(report, None, {}, Recipe(model="base"))
-    monkeypatch.setattr(views, "listed", lambda _: {})
-    with writing(tmp_path):
-        report_folder.write_report(measured, tmp_path)
-    assert names(tmp_path) == ["report.json", "report.md"]
-    (tmp_path / "mine" / "views").mkdir(parents=True)
-    (tmp_path / "mine" / "views" / "title.py").write_text(VIEW)
-    monkeypatch.setattr(listing, "ROOTS", (tmp_path / "mine",))
-    monkeypatch.setattr(views, "listed", listing.listed)
-    monkeypatch.syspath_prepend(tmp_path)
-    with writing(tmp_path / "out"):
-        report_folder.write_report(measured, tmp_path / "out")
-    assert (tmp_path / "out" / "title.txt").read_text() == report.provenance.base
+@pytest.mark.parametrize("name", listed("views"))
+def test_a_view_has_what_its_moments_ask_for(name):
+    for moment in literals("views", "FILES")[name]["FILES"]:
+        draw, asked = getattr(import_module(listed("views")[name]), moment), getattr(views, moment)
+        assert len(inspect.signature(draw).parameters) == len(inspect.signature(asked).parameters)
 
 
 VIEW = """
 from surgery.runtime.ownership.files import put
 
+FILES = {"described": ["title.txt"]}
+
 def described(report, out):
     put(out / "title.txt", report.provenance.base.encode())
 """
+
+
+@pytest.fixture
+def view(tmp_path, monkeypatch):
+    """Write a view of one's own."""
+    file = tmp_path / "mine" / "views" / "title.py"
+    file.parent.mkdir(parents=True)
+    monkeypatch.setattr(listing, "ROOTS", (*listing.ROOTS, tmp_path / "mine"))
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("mine", "mine.views", "mine.views.title"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    return file.write_text
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Write a report, and say which files there are."""
+    report = Report.read(ROOT / "recipes" / "demo.report.json")
+
+    def write():
+        with writing(tmp_path / "out"):
+            report_folder.write_report(views.MeasuredModels(report, None, {}, Recipe(model="base")), tmp_path / "out")
+        return names(tmp_path / "out")
+
+    return write
+
+
+def test_a_view_is_found_and_its_names_are_kept_free(view, write, tmp_path):
+    view(VIEW)
+    views.check()
+    assert {"report.html", "report.json", "report.md", "retrieval.png", "title.txt"} <= {*write()}
+    with writing(tmp_path / "run"):
+        Run(toolkit="0", verb="bench").write(tmp_path / "run" / "run.json")
+    check_folder(tmp_path / "run", "bench", resume=True)
+    (tmp_path / "run" / "title.txt").write_text("the user's")
+    with pytest.raises(UserError, match=r"title\.txt"):
+        check_folder(tmp_path / "run", "bench", resume=True)
+
+
+def test_without_views_nothing_but_pictures_is_missing(write, monkeypatch):
+    monkeypatch.setattr(views, "literals", lambda *_: {})
+    assert write() == ["report.json", "report.md"]
+
+
+def test_a_view_that_fails_ends_nothing_and_one_of_no_moment_is_named(view, write, capsys):
+    view(VIEW.replace("put(out", "1 / 0, put(out"))
+    assert {"report.json", "retrieval.png"} <= {*write()} - {"title.txt"}
+    assert "warning: the view title could not draw: ZeroDivisionError" in capsys.readouterr().err
+    view(VIEW.replace('"described"', '"descirbed"'))
+    with pytest.raises(UserError, match="the view title draws when 'descirbed'; there are located,"):
+        views.check()
 
 
 def test_a_token_that_no_font_has_is_drawn(tmp_path):

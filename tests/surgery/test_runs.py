@@ -42,7 +42,7 @@ def test_heads_are_measured_exactly_within_the_budget(base, tokenizer, monkeypat
     assert ranking.probe["exact"] == exact
     assert any(score.splice_loss is not None for score in ranking.heads) is bool(exact)
     said = " ".join(capsys.readouterr().err.split())
-    assert ("only by attribution" in said) is (seconds == 1e6 and options == {})
+    assert ("by attribution alone" in said) is (seconds == 1e6 and options == {})
     assert "warning: the base is at chance on kv (pairs 3, keys lessons)" in said  # it is random
     assert ranking.chance == pytest.approx(1 / 3)
 

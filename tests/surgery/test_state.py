@@ -308,6 +308,7 @@ def test_the_verbs_cut_alike(surgery, tmp_path):
         assert (status, complaint in error, (tmp_path / "refused").exists()) == (2, True, False), error
 
 
+@pytest.mark.slow  # a whole study
 def test_the_study_measures_every_size(surgery, tmp_path, painted):
     (tmp_path / "checkpoints").symlink_to(ROOT / "checkpoints")
     (tmp_path / "recipe.yaml").write_text(RECIPE + "study: {name: state_size, sizes: [4]}\n")

@@ -67,6 +67,7 @@ study: {name: seeds, seeds: 2, ways: {distil: {}, gentle: {kl_weight: 4.0}}}
 """
 
 
+@pytest.mark.slow  # a study of whole runs; test_a_recipe_runs is quicker
 def test_seeds(surgery, tmp_path, monkeypatch):
     (tmp_path / "checkpoints").symlink_to(ROOT / "checkpoints")
     (tmp_path / "seeds.yaml").write_text(SEEDS)
@@ -106,6 +107,7 @@ study: {name: hops, one: [4], two: [2]}
 """
 
 
+@pytest.mark.slow  # as test_seeds
 def test_hops(surgery, tmp_path):
     """Each graft of the hybrids that are asked for is silenced by itself; the controls are not."""
     (tmp_path / "checkpoints").symlink_to(ROOT / "checkpoints")
@@ -247,6 +249,7 @@ def test_a_base_that_cannot_be_operated_on_is_a_finding(surgery, tmp_path, cohor
     assert "stopped: " in findings.summary
 
 
+@pytest.mark.slow  # a base that cannot be operated on is quicker
 def test_a_base_that_cannot_be_trained_is_a_finding(surgery, tmp_path, cohort_files, monkeypatch):
     own = cohort.pretrain
 

@@ -401,6 +401,7 @@ def test_a_rehearsal_changes_nothing_and_counts_what_is_trained(make, tokenizer)
     assert found.padding == pytest.approx(1 - sum(real.sum() for real in windows) / sum(real.numel() for real in windows))
 
 
+@pytest.mark.slow  # two rehearsals
 def test_a_rehearsal_sees_that_more_is_held_where_more_is_asked(make, tokenizer):
     small, large = (
         rehearse(make(), tokenizer, DISTIL.model_copy(update={"batch_size": n, "gradient_accumulation_steps": 1}))

@@ -113,6 +113,7 @@ study: {name: ways, heads: [1, 2], ways: [uniform, gain, layer], bases: {tiny-de
 """
 
 
+@pytest.mark.slow  # a whole study
 def test_the_study_compares_ways_after_the_same_tuning(surgery, tmp_path, monkeypatch):
     """Made-up results: what each plan saves is known. Nothing is chosen twice."""
     (tmp_path / "checkpoints").symlink_to(ROOT / "checkpoints")

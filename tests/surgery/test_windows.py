@@ -293,6 +293,7 @@ def test_what_cannot_have_a_window_is_named():
         splice(windowed(base), plan_of("L0.H2,3"))
 
 
+@pytest.mark.slow  # a whole study
 def test_the_study_compares_the_ranking_with_random_heads_at_the_same_bytes(surgery, tmp_path, painted):
     (tmp_path / "checkpoints").symlink_to(ROOT / "checkpoints")
     few = ["locate.examples=8", "bench.limit=16", "bench.windows=4", "study.healed=[]", "study.draws=2", "study.tokens=1000"]
@@ -353,6 +354,7 @@ bench: {pairs: [8], unseen_pairs: [], limit: 6, windows: 2, window: 32, contexts
 """
 
 
+@pytest.mark.slow  # a whole run
 def test_a_run_with_windows_asks_what_is_kept(surgery, tmp_path):
     (tmp_path / "checkpoints").symlink_to(ROOT / "checkpoints")
     (tmp_path / "recipe.yaml").write_text(RUN)

@@ -1,1 +1,1 @@
-"""One file a picture or page. evaluation/views.py says when each is called."""
+"""A module for each kind of picture or page. evaluation/views.py says what it holds and when it is called."""

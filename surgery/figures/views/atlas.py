@@ -25,6 +25,7 @@ from surgery.records.site import Site
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+FILES = {"located": ["atlas.png"], "measured": ["atlas.png"]}
 MOST_COLUMNS = 96  # of a map; more heads share cells
 SHARED_COLUMNS = 56  # where they do
 RANGE = 1000  # between the largest score of such a map and the size below which its colours no longer tell scores apart

@@ -1,9 +1,11 @@
-"""What a gain costs: plans by what they gain on the probe, and what they cost the base's other skills."""
+"""frontier.png: what each plan gains on the probe, and what it costs the base's other skills."""
 
 from pathlib import Path
 
 from surgery.figures import plotting
 from surgery.records.growth import Growth
+
+FILES = {"refused": ["frontier.png"]}
 
 
 def refused(growth: Growth, out: Path) -> None:

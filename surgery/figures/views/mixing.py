@@ -1,4 +1,5 @@
-"""mixing.json: what a head's mixing matrix was before surgery and is after it, over the tokens of one example; and grafts.png.
+"""What a head's mixing matrix was before surgery and is after it, over the tokens of one example: mixing.json, grafts.png. And
+mixing.png: the matrices of the leading heads of a ranking.
 
 A graft with a gate is shown twice: its own attention, and the mixture of SSM and attention that the gate makes of it.
 """
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from surgery.errors import UserError
 from surgery.evaluation.entries import Entry, ModelPool
 from surgery.evaluation.report import Report
 from surgery.evaluation.views import MeasuredModels
@@ -31,6 +33,7 @@ from surgery.records.plan import Plan
 from surgery.records.record import Provenance, Record
 from surgery.records.site import Site, SiteText
 
+FILES = {"located": ["mixing.png"], "measured": ["mixing.json", "grafts.png"]}
 RECORD = "mixing.json"
 MOST_SITES = 4  # in the page; the rest of a plan's heads look alike
 MOST_DRAWN = 2  # in the PNG
@@ -105,18 +108,23 @@ def measured(what: MeasuredModels, out: Path) -> None:
 
 
 def mixing_of(report: Report, out: Path) -> Mixing | None:
-    """What `measured` has written there, if it was for this report."""
-    matrices = Mixing.read(out / RECORD) if (out / RECORD).exists() else None
-    return matrices if matrices is not None and matrices.provenance == report.provenance else None
+    """What `measured` has written there, if it belongs to this report."""
+    if not (out / RECORD).exists():
+        return None
+    try:
+        matrices = Mixing.read(out / RECORD)
+    except UserError:  # damaged, or of another version
+        return None
+    return matrices if matrices.provenance == report.provenance else None
 
 
 def mixing(
     entries: Mapping[str, Entry], tokenizer: PreTrainedTokenizerBase, question: Asked, provenance: Provenance,
     places: Callable[[Sequence[Site]], Sequence[int | None]] | None = None,
 ) -> Mixing | None:  # fmt: skip
-    """The matrices of the first few grafted sites, in the base (the first entry) and in every model that has a graft there, but
-    for controls. places: where sites are, the most telling first; None for one that occurs nowhere. Returns None
-    where there is no graft or no matrix to be had, or the example too long."""
+    """The matrices of the first few grafted sites, in the base (the first entry) and in every model that has a graft there,
+    except controls. places: where sites are, the most telling first; None for one that occurs nowhere. Returns None where there
+    is no graft or no matrix to be had, or the example is too long."""
     (base, first), *others = entries.items()
     grafted = {name: entry for name, entry in others if entry.plan is not None and not is_control(name)}
     sites = list(dict.fromkeys(site for entry in grafted.values() for site in _parts(entry.plan)))

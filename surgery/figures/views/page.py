@@ -4,11 +4,12 @@ Here is decided what is shown; charts.py gives the figures their geometry, page/
 script runs: the scripts only say more about what a reader points at.
 """
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import yaml
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 
 from surgery.evaluation import markdown
 from surgery.evaluation.automatic import automatic_choices, rounds
@@ -27,6 +28,9 @@ from surgery.locating.ranking import Ranking
 from surgery.records.names import is_control
 from surgery.records.record import write_text
 
+FILES = {"described": ["report.html"]}
+PAGE = Path(__file__).parents[1] / "page"
+
 
 def described(report: Report, out: Path) -> None:
     """report.html, with the atlas of the ranking and the mixing matrices that lie there."""
@@ -40,10 +44,6 @@ def render(report: Results, ranking: Ranking | None = None, mixing: Mixing | Non
     look = looks(list(report.models))
     base = report.base
     models = summaries(report)
-    folder = Path(__file__).parents[1] / "page"
-    environment = Environment(
-        loader=FileSystemLoader(folder), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
     content: dict[str, Any] = {
         "report": report, "answers": _answers(report), "base": next(iter(report.models)), "looks": look, "symbols": SYMBOLS,
         "explanation": markdown.EXPLANATION, "found": automatic_choices(report), "rounds": rounds(report),
@@ -58,9 +58,16 @@ def render(report: Results, ranking: Ranking | None = None, mixing: Mixing | Non
         "counts": _span([count(result) for result in base.results().values()]),
         "recipe": yaml.safe_dump(report.provenance.recipe, sort_keys=False) if report.provenance.recipe else "",
         "plan": report.plan.model_dump_json(indent=2, exclude={"provenance"}) if report.plan else "",
-        "style": (folder / "page.css").read_text(encoding="utf-8"), "script": (folder / "page.js").read_text(encoding="utf-8"),
+        "style": (PAGE / "page.css").read_text(encoding="utf-8"), "script": (PAGE / "page.js").read_text(encoding="utf-8"),
     }  # fmt: skip
-    return environment.get_template("page.html.j2").render(content)
+    return _template().render(content)
+
+
+@cache
+def _template() -> Template:
+    loader = FileSystemLoader(PAGE)
+    options = {"autoescape": True, "undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
+    return Environment(loader=loader, **options).get_template("page.html.j2")  # type: ignore[arg-type]
 
 
 def _answers(report: Results) -> list[tuple[str, str, str, str]]:

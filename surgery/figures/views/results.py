@@ -1,4 +1,4 @@
-"""Which figures of lines a report has, and of which numbers: retrieval, losses, speed and memory."""
+"""Figures of lines: which ones a report has, and of which numbers (retrieval, losses, speed and memory)."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -18,9 +18,14 @@ from surgery.records.names import is_control
 from surgery.records.plan import Plan
 from surgery.statistics import Estimate, Proportion
 
+FILES = {
+    "measured": ["retrieval.png", "hits.png", "lengths.png", "cost.png", "speed.png"],
+    "exported": ["retrieval.png"],
+}
+
 
 def measured(what: MeasuredModels, out: Path) -> None:
-    """The files that report.md names."""
+    """One file for each kind of numbers that were measured."""
     draw(what.report, out)
 
 
@@ -31,7 +36,7 @@ def exported(_hybrid: PreTrainedModel, _plan: Plan | None, report: Results | Non
 
 
 def draw(report: Results, folder: Path, only: str = "") -> None:
-    """Draw the files that report.md names. only: one of them."""
+    """Draw the files. only: one of them."""
     look = looks(list(report.models))
     figures = retrieval_figures(report, look)
     timed = cost_figures(report, look)

@@ -1,4 +1,4 @@
-"""sites.png: where attention went in, for the card of an export."""
+"""sites.png: where attention was added, or windows are; for the card of an export."""
 
 from pathlib import Path
 
@@ -11,6 +11,7 @@ from surgery.figures import plotting
 from surgery.models.anatomy import anatomy
 from surgery.records.plan import Plan
 
+FILES = {"exported": ["sites.png"]}
 COLUMNS = 128  # of the map; more heads than that (the channels of a Mamba-1) share columns
 
 
@@ -21,7 +22,7 @@ def exported(hybrid: PreTrainedModel, plan: Plan | None, _: Report | None, out: 
 
 
 def draw_sites(hybrid: PreTrainedModel, plan: Plan, path: Path) -> None:
-    """The layer x head map of where attention went in, as PNG."""
+    """The layer x head map of where attention was added, or windows are."""
     layers, heads = family_of(hybrid.config).shape(hybrid.config)
     sites = plan.sites
     if plan.windows is not None and not sites:
