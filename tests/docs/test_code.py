@@ -107,7 +107,15 @@ def installed(tmp_path, monkeypatch):
     """Files of surgery/ that a page shows are found like the package's own, for as long as the page runs."""
     before = set(sys.modules)
     monkeypatch.setattr(listing, "ROOTS", (*listing.ROOTS, tmp_path / "surgery"))
-    for package in ("more.probes", "more.families", "more.hybrids", "more.suites", "more.ways", "exporting.formats"):
+    for package in (
+        "more.probes",
+        "more.families",
+        "more.hybrids",
+        "more.suites",
+        "more.ways",
+        "figures.views",
+        "exporting.formats",
+    ):
         module = importlib.import_module(f"surgery.{package}")
         monkeypatch.setattr(module, "__path__", [*module.__path__, str(tmp_path / "surgery" / package.replace(".", "/"))])
     yield
