@@ -1,5 +1,8 @@
 """The report as tables that a newcomer understands: for the terminal, report.md and the model card."""
 
+import re
+from pathlib import Path
+
 from surgery.evaluation.automatic import automatic_choices, rounds
 from surgery.evaluation.judgement import UNSEEN, did_it_help, heading, verdict
 from surgery.evaluation.results import HITS, OTHERS, ModelReport, Results, count, needle_tasks, value
@@ -49,6 +52,11 @@ def sites_text(plan: Plan) -> str:
     cut = next((f", the state cut to {len(groups[0])} dimensions" for groups in plan.kept_state.values()), "")
     windows = "" if plan.windows is None else str(plan.windows)
     return ", and ".join(filter(None, [shortened(plan.sites) + cut, windows]))
+
+
+def with_pictures_of(folder: Path, text: str) -> str:
+    """Markdown without those of its pictures that are not in the folder."""
+    return re.sub(r"!\[[^]]*\]\(([^)]+)\)\n*", lambda found: found[0] if (folder / found[1]).exists() else "", text)
 
 
 def results(report: Results) -> str:

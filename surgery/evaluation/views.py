@@ -16,38 +16,40 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any
-
-from transformers import PreTrainedModel
+from typing import TYPE_CHECKING, Any
 
 from surgery.errors import UserError
-from surgery.evaluation.entries import Entry
-from surgery.evaluation.report import Report
-from surgery.loading.opened import Checkpoint
-from surgery.locating.ranking import Ranking
-from surgery.records.growth import Growth
-from surgery.records.plan import Plan
-from surgery.records.recipe import Recipe
 from surgery.runtime.listing import listed, literals
 from surgery.runtime.progress import say
+
+if TYPE_CHECKING:  # names of files are asked for before anything is loaded
+    from transformers import PreTrainedModel
+
+    from surgery.evaluation.entries import Entry
+    from surgery.evaluation.report import Report
+    from surgery.loading.opened import Checkpoint
+    from surgery.locating.ranking import Ranking
+    from surgery.records.growth import Growth
+    from surgery.records.plan import Plan
+    from surgery.records.recipe import Recipe
 
 
 @dataclass(frozen=True)
 class MeasuredModels:
     """entries: the models, by their names in the report."""
 
-    report: Report
-    base: Checkpoint
-    entries: Mapping[str, Entry]
-    recipe: Recipe
+    report: "Report"
+    base: "Checkpoint"
+    entries: "Mapping[str, Entry]"
+    recipe: "Recipe"
 
 
-def located(base: Checkpoint, ranking: Ranking, out: Path) -> None:
+def located(base: "Checkpoint", ranking: "Ranking", out: Path) -> None:
     """Heads have been ranked; ranking.json is about to be written."""
     _draw("located", base, ranking, out)
 
 
-def refused(growth: Growth, out: Path) -> None:
+def refused(growth: "Growth", out: Path) -> None:
     """No plan that was measured keeps within the bounds."""
     _draw("refused", growth, out)
 
@@ -57,13 +59,13 @@ def measured(what: MeasuredModels, out: Path) -> None:
     _draw("measured", what, out)
 
 
-def described(report: Report, out: Path) -> None:
+def described(report: "Report", out: Path) -> None:
     """A report is about to be written, and once more when the times of the export are known. What was drawn when the models
     had been measured is in `out`."""
     _draw("described", report, out)
 
 
-def exported(hybrid: PreTrainedModel, plan: Plan | None, report: Report | None, out: Path) -> None:
+def exported(hybrid: "PreTrainedModel", plan: "Plan | None", report: "Report | None", out: Path) -> None:
     """A hybrid is being exported (without a plan, a base), before it is verified."""
     _draw("exported", hybrid, plan, report, out)
 
@@ -71,17 +73,22 @@ def exported(hybrid: PreTrainedModel, plan: Plan | None, report: Report | None, 
 MOMENTS = tuple(function.__name__ for function in (located, refused, measured, described, exported))
 
 
-def check() -> None:
-    """Raise UserError for views of one name, and for one that names a moment that there is not."""
-    for name, said in literals("views", "FILES").items():
-        if wrong := said["FILES"].keys() - MOMENTS:
+def files() -> dict[str, dict[str, list[str]]]:
+    """What each view says of its files, read off its text. Raises UserError for two of one name, and for one that says it in
+    another way or names a moment that there is not."""
+    found = {name: said["FILES"] for name, said in literals("views", "FILES").items()}
+    for name, of_view in found.items():
+        if not isinstance(of_view, dict) or not all(isinstance(names, list | tuple) for names in of_view.values()):
+            raise UserError(f"the view {name} has to say FILES as {{moment: [name of a file, ...], ...}}")
+        if wrong := of_view.keys() - MOMENTS:
             raise UserError(f"the view {name} draws when '{min(wrong)}'; there are {', '.join(MOMENTS)}")
+    return found
 
 
 def _draw(moment: str, *given: Any) -> None:
     modules = listed("views")
-    for name, said in literals("views", "FILES").items():
-        if moment in said["FILES"]:
+    for name, of_view in files().items():
+        if moment in of_view:
             try:
                 getattr(import_module(modules[name]), moment)(*given)
             except (UserError, OSError):  # a full disk, say, which nothing else could be written to

@@ -43,7 +43,7 @@ def card(name: str, folder: Path, record: Any, use: str) -> str:
         f"## Provenance\n\nMade {record.created[:10]} by mamba-surgery {record.toolkit}. {papers} holds the digests of all "
         "files.\n"
     )
-    return "\n".join(part for part in parts if part)
+    return markdown.with_pictures_of(folder, "\n".join(part for part in parts if part))
 
 
 def _gates(folder: Path) -> list[float]:

@@ -110,7 +110,6 @@ def locate_model(
     with busy("opening the model"):
         base = open_checkpoint(recipe, trust_remote_code)
     advise_base(base)
-    views.check()
     check_locatable(base.model, recipe.locate.exact, recipe.locate.init)
     check_questions(base.tokenizer, recipe.locate, recipe.seed)
     if resume and (out / RANKING).exists():

@@ -11,11 +11,11 @@ from typing import ParamSpec, TypeVar
 import yaml
 
 from surgery.errors import UserError
+from surgery.evaluation import views
 from surgery.jobs.interruption import note_beginning
 from surgery.records.plan import PLAN
 from surgery.records.recipe import Recipe, read_recipe
 from surgery.records.record import Record, toolkit, write_text
-from surgery.runtime.listing import literals
 from surgery.runtime.ownership import files
 from surgery.runtime.ownership.complaints import refuse, saying
 from surgery.runtime.ownership.files import check_free, enter, withdraw
@@ -101,8 +101,7 @@ def check_folder(out: Path, verb: str, *, resume: bool = False, overwrite: bool 
 
 def _drawn(verb: str) -> list[str]:
     """The names of the files that views will write."""
-    views = literals("views", "FILES").values() if verb in DRAWN else ()
-    return [name for said in views for moment in DRAWN[verb] for name in said["FILES"].get(moment, ())]
+    return [name for of_view in views.files().values() for moment in DRAWN.get(verb, ()) for name in of_view.get(moment, ())]
 
 
 def begin(

@@ -7,7 +7,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from surgery.choosing import check_way
 from surgery.choosing.windows import check_length, check_windows
 from surgery.errors import UserError
-from surgery.evaluation import suites, views
+from surgery.evaluation import suites
 from surgery.evaluation.bench import invented
 from surgery.families import family_of
 from surgery.loading.empty import load_empty
@@ -31,7 +31,6 @@ def check(recipe: Recipe, base: Checkpoint) -> None:
     """Find out before the work begins whether its inputs are there, and a window fits into memory. Raises UserError for the
     first that is not, or does not."""
     check_bench(recipe.bench, base.model)
-    views.check()
     with busy("checking the inputs"):
         if long := suites.said_of_long(recipe.bench, base.tokenizer):
             say(long)

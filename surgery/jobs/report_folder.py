@@ -18,6 +18,6 @@ def write_report(measured: MeasuredModels, out: Path) -> None:
 
 def describe(report: Report, out: Path) -> None:
     """The same, without drawing again what was measured."""
-    write_text(out / "report.md", markdown.render(report))
+    write_text(out / "report.md", markdown.with_pictures_of(out, markdown.render(report)))
     views.described(report, out)
     report.write(out / REPORT)  # last: where it is, all the rest is

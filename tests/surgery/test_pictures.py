@@ -1,6 +1,7 @@
 """Figures: results and names, chance, the grafts' own attention, what of an example is drawn, and atlases of many heads."""
 
 import inspect
+import shutil
 import sys
 import warnings
 from importlib import import_module
@@ -30,7 +31,7 @@ from surgery.records.recipe import Recipe
 from surgery.records.record import provenance
 from surgery.records.site import Site
 from surgery.runtime import listing
-from surgery.runtime.listing import listed, literals
+from surgery.runtime.listing import listed
 from surgery.runtime.ownership.files import writing
 from surgery.splicing.splice import adopt, splice
 from surgery.statistics import mean, proportion
@@ -68,7 +69,7 @@ def drawn(painted, monkeypatch):
 
 @pytest.mark.parametrize("name", listed("views"))
 def test_a_view_has_what_its_moments_ask_for(name):
-    for moment in literals("views", "FILES")[name]["FILES"]:
+    for moment in views.files()[name]:
         draw, asked = getattr(import_module(listed("views")[name]), moment), getattr(views, moment)
         assert len(inspect.signature(draw).parameters) == len(inspect.signature(asked).parameters)
 
@@ -110,7 +111,6 @@ def write(tmp_path):
 
 def test_a_view_is_found_and_its_names_are_kept_free(view, write, tmp_path):
     view(VIEW)
-    views.check()
     assert {"report.html", "report.json", "report.md", "retrieval.png", "title.txt"} <= {*write()}
     with writing(tmp_path / "run"):
         Run(toolkit="0", verb="bench").write(tmp_path / "run" / "run.json")
@@ -120,9 +120,15 @@ def test_a_view_is_found_and_its_names_are_kept_free(view, write, tmp_path):
         check_folder(tmp_path / "run", "bench", resume=True)
 
 
-def test_without_views_nothing_but_pictures_is_missing(write, monkeypatch):
+def test_without_views_nothing_but_pictures_is_missing(write, monkeypatch, tmp_path):
+    write()
+    with_pictures = (tmp_path / "out" / "report.md").read_text()
+    shutil.rmtree(tmp_path / "out")
     monkeypatch.setattr(views, "literals", lambda *_: {})
     assert write() == ["report.json", "report.md"]
+    without = (tmp_path / "out" / "report.md").read_text()
+    assert with_pictures.count("![") == 2
+    assert without.split() == [word for line in with_pictures.splitlines() if "![" not in line for word in line.split()]
 
 
 def test_a_view_that_fails_ends_nothing_and_one_of_no_moment_is_named(view, write, capsys):
@@ -131,7 +137,10 @@ def test_a_view_that_fails_ends_nothing_and_one_of_no_moment_is_named(view, writ
     assert "warning: the view title could not draw: ZeroDivisionError" in capsys.readouterr().err
     view(VIEW.replace('"described"', '"descirbed"'))
     with pytest.raises(UserError, match="the view title draws when 'descirbed'; there are located,"):
-        views.check()
+        views.files()
+    view(VIEW.replace('{"described": ["title.txt"]}', '["title.txt"]'))
+    with pytest.raises(UserError, match="the view title has to say FILES as"):
+        views.files()
 
 
 def test_a_token_that_no_font_has_is_drawn(tmp_path):
