@@ -64,7 +64,10 @@ def papers_of(name: str, model: PreTrainedModel, digest: str) -> dict[str, Any]:
         say(f"recipe and report stay behind: {error}")
         return {}
     if (folder / "recipe.yaml").exists():
-        papers["recipe"] = read_recipe(folder / "recipe.yaml")
+        try:
+            papers["recipe"] = read_recipe(folder / "recipe.yaml")
+        except UserError as error:  # with a setting that went
+            say(f"the recipe stays behind: {error}")
     if (folder / "report.json").exists():
         report = Report.read(folder / "report.json", unsealed="refuse")
         try:

@@ -19,7 +19,7 @@ from surgery.kernels.dispatch import OPERATIONS
 from surgery.more import TASKS
 from surgery.pretraining.recipe import read_pretrain_recipe
 from surgery.probes import probes
-from surgery.records.recipe import Recipe, Suite, Text, read_recipe
+from surgery.records.recipe import Locate, Recipe, Suite, Text, read_recipe
 from surgery.records.sections.gone import GONE
 from surgery.records.site import Site
 from surgery.splicing.load import load
@@ -46,8 +46,19 @@ def test_recipes_of_earlier_versions_are_read_where_what_went_was_at_its_default
 
 
 @pytest.mark.parametrize(
+    ("given", "share"),
+    [({}, 0.05), ({"exact": None}, 0.05), ({"exact": True}, 0.05), ({"exact": False}, 0.0), ({"exact": 0.1}, 0.1)],
+)
+def test_a_setting_that_went_is_read_as_the_one_that_took_it_over(given, share):
+    assert Locate(**given, confirm=0.05).exact == share
+    assert Locate.of(None, {**given, "confirm": 0.05}, "locate").exact == share
+    assert Locate(**given, confirm=None) == Locate(**given)
+
+
+@pytest.mark.parametrize(
     ("setting", "line"),
     [
+        ("locate.budget=100", "locate.budget: went with version 0.30: set locate.exact"),
         ("bench.doses=[1]", "bench.doses: went with version 0.20: this version does what its default did; leave it out"),
         ("tune.lora={target_modules: in_proj, use_dora: true}", "use_dora: went with version 0.20"),
     ],

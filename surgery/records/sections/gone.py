@@ -1,18 +1,20 @@
 """Settings that there were: what files of earlier versions hold of them, and what to do instead.
 
 A recipe that leaves such a setting at the default that it had says what this version does anyway, and is read. Another value is
-refused in one line.
+refused in one line, or read as that of the setting that took it over.
 """
 
 from typing import Any, NamedTuple
 
 
 class Gone(NamedTuple):
-    """default: the value that is read and dropped. instead: what to do, after "went with version ...:"."""
+    """default: the value that is read and dropped. instead: what to do, after "went with version ...:". heir: the setting of
+    the same section that takes other values, where it is not set, or true."""
 
     version: str
     default: Any
     instead: str
+    heir: str = ""
 
 
 AS_BEFORE = "this version does what its default did; leave it out"
@@ -22,7 +24,7 @@ GONE: dict[str, Gone] = {
     "bench.doses": Gone("0.20", [], AS_BEFORE),
     "bench.engine_python": Gone("0.20", None, "give --engine-python to the command"),
     "locate.budget": Gone("0.30", 600.0, "set locate.exact"),
-    "locate.confirm": Gone("0.30", None, "locate.exact takes the share"),
+    "locate.confirm": Gone("0.30", None, "locate.exact takes the share", heir="exact"),
     "plan.donor_heads": Gone("0.22", {}, "heads start from their own weights; take plan.kind=layer"),
     "pretrain.letter_questions": Gone("0.20", 6, AS_BEFORE),
     "pretrain.needles": Gone("0.20", 8, AS_BEFORE),

@@ -92,7 +92,7 @@ class Section(Record, metaclass=_Settings):
     def of(cls, given: Any, fields: Mapping[str, Any], verb: str) -> Self:
         """The settings of a public function: the record that was given, or one of single fields, or their defaults. verb: the
         function's name, for the message. Raises UserError for both, for anything else, and for a field that does not fit."""
-        if unknown := [name for name in fields if name not in cls.model_fields]:
+        if unknown := [name for name in fields if name not in cls.model_fields and name not in gone_of(cls.section)]:
             raise UserError(f"surgery.{verb} has no keyword '{unknown[0]}'{alike(unknown[0], cls.model_fields)}")
         if isinstance(given, cls) and not fields:
             return given
@@ -112,9 +112,13 @@ class Section(Record, metaclass=_Settings):
             return fields
         gone = gone_of(cls.section)
         for name in gone.keys() & fields.keys():
-            value = fields[name]
-            if (list(value) if isinstance(value, tuple) else value) != gone[name].default:
-                raise ValueError(f"{name}: went with version {gone[name].version}: {gone[name].instead}")
+            value, about = fields[name], gone[name]
+            if (list(value) if isinstance(value, tuple) else value) == about.default:
+                continue
+            if not about.heir:
+                raise ValueError(f"{name}: went with version {about.version}: {about.instead}")
+            if fields.get(about.heir) in (None, True):
+                fields = {**fields, about.heir: value}
         lists = cls._lists()
         return {name: _listed(value) if name in lists else value for name, value in fields.items() if name not in gone}
 
