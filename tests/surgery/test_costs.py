@@ -241,6 +241,7 @@ def lines_of(said):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("announced")
 def test_a_run_does_what_was_estimated(estimated, folder, tmp_path, monkeypatch, capsys):
     """And says it of each stage; measuring changes neither the weights nor what is drawn at random."""
     recipe = read_recipe(folder / "quick.yaml")
@@ -279,6 +280,7 @@ def test_a_run_that_nobody_watches_says_nothing_of_its_cost(capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("announced")
 def test_what_does_not_fit_is_said_before_the_work(folder, monkeypatch, capsys):
     recipe = read_recipe(folder / "quick.yaml")
     monkeypatch.setattr(announced, "SHORT", 0.0)

@@ -15,7 +15,7 @@ from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 
 from surgery.cli import app as cli
-from surgery.jobs import report_folder
+from surgery.figures.views import results
 from surgery.jobs.locating_stage import located
 from surgery.jobs.opening import open_checkpoint
 from surgery.locating import exact, prefilter
@@ -109,7 +109,7 @@ RUN_SETTINGS = [
 @pytest.mark.usefixtures("in_float64")
 def test_a_run_in_two_processes_ends_with_the_report_of_one(surgery, folder, tmp_path, monkeypatch):
     """In float64, where the processes' sums differ by roundings alone."""
-    monkeypatch.setattr(report_folder, "draw", lambda *_: None)
+    monkeypatch.setattr(results, "draw", lambda *_: None)
     (tmp_path / "recipe.yaml").write_text(f"model: {folder}\ndtype: float64\n")
     settings = [part for setting in RUN_SETTINGS for part in ("--set", setting)]
     debug_launcher(as_one_of_several, (tmp_path, ["run", "recipe.yaml", *settings, "--out", "two"]), num_processes=2)
