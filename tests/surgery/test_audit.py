@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+import matplotlib
 import pytest
 
 from surgery.families.mamba2 import Mamba2HybridForCausalLM
@@ -178,6 +179,7 @@ def called(place: Path, calls: dict[str, list]) -> tuple[dict[str, int], list[Ev
     home.mkdir()
     if kernels.is_dir():  # all but one of the kernels are compiled
         shutil.copytree(kernels, home / "cache" / "surgery", ignore=shutil.ignore_patterns("divergence-*"))
+    shutil.copytree(matplotlib.get_cachedir(), home / "cache" / "matplotlib")  # the fonts, which take seconds to find
     environment = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ} | {
         "AUDIT": str(log), "PYTHONPATH": f"{place / 'hook'}:{ROOT}", "HOME": str(home), "XDG_CACHE_HOME": str(home / "cache"),
         "PYTHONDONTWRITEBYTECODE": "1",
