@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from surgery.errors import UserError
+from surgery.records.names import one_line
 from surgery.runtime.listing import listed, literals
 from surgery.runtime.progress import say
 
@@ -81,8 +82,14 @@ def files() -> dict[str, dict[str, list[str]]]:
         if not isinstance(of_view, dict) or not all(isinstance(names, list | tuple) for names in of_view.values()):
             raise UserError(f"the view {name} has to say FILES as {{moment: [name of a file, ...], ...}}")
         if wrong := of_view.keys() - MOMENTS:
-            raise UserError(f"the view {name} draws when '{min(wrong)}'; there are {', '.join(MOMENTS)}")
+            raise UserError(f"the view {name} draws when '{min(wrong, key=str)}'; there are {', '.join(MOMENTS)}")
+        if paths := [file for names in of_view.values() for file in names if not _is_name(file)]:
+            raise UserError(f"the view {name} has to name files in the folder that it is given, not {paths[0]!r}")
     return found
+
+
+def _is_name(file: Any) -> bool:
+    return isinstance(file, str) and file not in ("", ".", "..") and Path(file).name == file
 
 
 def _draw(moment: str, *given: Any) -> None:
@@ -91,7 +98,5 @@ def _draw(moment: str, *given: Any) -> None:
         if moment in of_view:
             try:
                 getattr(import_module(modules[name]), moment)(*given)
-            except (UserError, OSError):  # a full disk, say, which nothing else could be written to
-                raise
-            except Exception as error:
-                say(f"warning: the view {name} could not draw: {type(error).__name__}: {error}")
+            except Exception as error:  # also of a full disk, which the next file of the run will not fit on, either
+                say(f"warning: the view {name} could not draw: {type(error).__name__}: {one_line(str(error))}")

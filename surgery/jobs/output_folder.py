@@ -77,6 +77,7 @@ def check_folder(out: Path, verb: str, *, resume: bool = False, overwrite: bool 
     """
     if resume and overwrite:
         raise UserError("--resume goes on with the earlier run and --overwrite removes it: give one of them")
+    drawn = _drawn(verb)
     if is_empty(out):
         return
     with saying(out):
@@ -84,7 +85,7 @@ def check_folder(out: Path, verb: str, *, resume: bool = False, overwrite: bool 
         if folder is None or RUN not in folder.files:
             raise UserError(f"{out} exists and is no earlier run of this toolkit; choose another --out")
         names = {path: path.relative_to(folder.root).as_posix() for path in folder.survey().foreign}
-    refuse(path for path, name in names.items() if name in folder.files or name in (RECIPE, RUN, *NEEDED[verb], *_drawn(verb)))
+    refuse(path for path, name in names.items() if name in folder.files or name in (RECIPE, RUN, *NEEDED[verb], *drawn))
     if verb == "run":
         check_free(out / "hybrid")
     if overwrite:
@@ -100,8 +101,12 @@ def check_folder(out: Path, verb: str, *, resume: bool = False, overwrite: bool 
 
 
 def _drawn(verb: str) -> list[str]:
-    """The names of the files that views will write."""
-    return [name for of_view in views.files().values() for moment in DRAWN.get(verb, ()) for name in of_view.get(moment, ())]
+    """The names of the files that views will write. Raises UserError for those that the toolkit writes."""
+    moments, ours = DRAWN.get(verb, ()), {RECIPE, RUN, *(name for names in NEEDED.values() for name in names)}
+    names = {name: view for view, of_view in views.files().items() for moment in moments for name in of_view.get(moment, ())}
+    if taken := sorted(names.keys() & ours):
+        raise UserError(f"the view {names[taken[0]]} writes {taken[0]}, which is not a picture's name; choose another one")
+    return list(names)
 
 
 def begin(

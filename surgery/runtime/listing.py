@@ -42,6 +42,8 @@ def _files(name: str) -> dict[str, tuple[str, Path]]:
     for root in ROOTS:
         for place in (root / name, *sorted(root.glob(f"*/{name}"))):
             for module in pkgutil.iter_modules([str(place)]):
+                if module.ispkg:
+                    continue
                 path = place / f"{module.name}.py"
                 if module.name in found:
                     raise UserError(f"{found[module.name][1]} and {path} have one name; rename one of them")
@@ -50,7 +52,10 @@ def _files(name: str) -> dict[str, tuple[str, Path]]:
 
 
 def _tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
+    try:
+        return ast.parse(path.read_text(encoding="utf-8"))
+    except SyntaxError as error:
+        raise UserError(f"{path} is no Python: line {error.lineno}: {error.msg}") from error
 
 
 def _constants(tree: ast.Module) -> dict[str, Any]:

@@ -131,16 +131,23 @@ def test_without_views_nothing_but_pictures_is_missing(write, monkeypatch, tmp_p
     assert without.split() == [word for line in with_pictures.splitlines() if "![" not in line for word in line.split()]
 
 
-def test_a_view_that_fails_ends_nothing_and_one_of_no_moment_is_named(view, write, capsys):
-    view(VIEW.replace("put(out", "1 / 0, put(out"))
-    assert {"report.json", "retrieval.png"} <= {*write()} - {"title.txt"}
-    assert "warning: the view title could not draw: ZeroDivisionError" in capsys.readouterr().err
+def test_a_view_that_fails_ends_nothing_and_a_wrong_one_is_named_before_the_work(view, write, capsys, monkeypatch, tmp_path):
+    for wrong, error in (("1 / 0", "ZeroDivisionError: division by zero"), ("open('none')", "FileNotFoundError: ")):
+        view(VIEW.replace("put(out", f"{wrong}, put(out"))
+        monkeypatch.delitem(sys.modules, "mine.views.title", raising=False)
+        assert {"report.json", "retrieval.png"} <= {*write()} - {"title.txt"}
+        assert f"warning: the view title could not draw: {error}" in capsys.readouterr().err
     view(VIEW.replace('"described"', '"descirbed"'))
     with pytest.raises(UserError, match="the view title draws when 'descirbed'; there are located,"):
         views.files()
-    view(VIEW.replace('{"described": ["title.txt"]}', '["title.txt"]'))
-    with pytest.raises(UserError, match="the view title has to say FILES as"):
-        views.files()
+    for files, complaint in (
+        ('["title.txt"]', "the view title has to say FILES as"), ('{"described": [1]}', "not 1"),
+        ('{"described": ["../title.txt"]}', r"not '\.\./title.txt'"), ("{1: [], None: []}", "draws when '1'"),
+        ('{"described": ["run.json"]}', "the view title writes run.json"), ("len", "has to say FILES"), ("(", "is no Python"),
+    ):  # fmt: skip
+        view(VIEW.replace('{"described": ["title.txt"]}', files))
+        with pytest.raises(UserError, match=complaint):
+            check_folder(tmp_path / "new", "bench")  # before anything is done
 
 
 def test_a_token_that_no_font_has_is_drawn(tmp_path):

@@ -58,7 +58,7 @@ def test_a_setting_that_went_is_read_as_the_one_that_took_it_over(given, share):
 @pytest.mark.parametrize(
     ("setting", "line"),
     [
-        ("locate.budget=100", "locate.budget: went with version 0.30: set locate.exact"),
+        ("locate.budget=100", "locate.budget: went with version 0.30: set locate.exact: true for all heads"),
         ("bench.doses=[1]", "bench.doses: went with version 0.20: this version does what its default did; leave it out"),
         ("tune.lora={target_modules: in_proj, use_dora: true}", "use_dora: went with version 0.20"),
     ],

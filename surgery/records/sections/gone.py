@@ -23,7 +23,7 @@ GONE: dict[str, Gone] = {
     "bench.depths": Gone("0.20", [0.0, 0.5, 1.0], AS_BEFORE),
     "bench.doses": Gone("0.20", [], AS_BEFORE),
     "bench.engine_python": Gone("0.20", None, "give --engine-python to the command"),
-    "locate.budget": Gone("0.30", 600.0, "set locate.exact"),
+    "locate.budget": Gone("0.30", 600.0, "set locate.exact: true for all heads, false for attribution alone"),
     "locate.confirm": Gone("0.30", None, "locate.exact takes the share", heir="exact"),
     "plan.donor_heads": Gone("0.22", {}, "heads start from their own weights; take plan.kind=layer"),
     "pretrain.letter_questions": Gone("0.20", 6, AS_BEFORE),
