@@ -6,7 +6,7 @@ from surgery.locating.attribution import STARTS, attribute_starts
 from surgery.locating.attribution_memory import parted
 from surgery.locating.passes import PassCounts
 from surgery.locating.questions import QuestionSet
-from surgery.locating.search import DRAWN, share_of
+from surgery.locating.search import measured_at_most
 from surgery.locating.subject import Subject
 from surgery.locating.walk import fully_gated
 from surgery.models.pace import Pace, Work
@@ -45,5 +45,5 @@ def skill_passes(sets: Sequence[QuestionSet], options: Locate, heads: int, graft
     slopes = batches if graftable else 0
     if not options.exact:
         return PassCounts(batches, 0, slopes, 0, 0, 0, False)
-    chosen = heads if options.exact == 1 else min(heads, share_of(options.exact, heads) + DRAWN)
+    chosen = measured_at_most(options.exact, heads)
     return PassCounts(0, 0, slopes, batches, batches * chosen * (2 if graftable else 1), 0, options.exact != 1)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from surgery.locating.prefilter import deciding
 from surgery.locating.questions import QuestionSet
 from surgery.locating.roles import EXAMPLES
-from surgery.locating.search import DRAWN, LEADING, share_of
+from surgery.locating.search import LEADING, measured_at_most
 from surgery.locating.subject import Subject
 from surgery.models.pace import Work
 from surgery.records.recipe import Locate
@@ -49,7 +49,7 @@ def passes(sets: Sequence[QuestionSet], options: Locate, heads: int, layers: int
     if options.exact == 1:
         variants = first * kinds * (heads + whole) + sum(others) * heads
         return PassCounts(first, starts, slopes, first + sum(others), variants, shown, False)
-    chosen = min(heads, share_of(options.exact, heads) + DRAWN)
+    chosen = measured_at_most(options.exact, heads)
     best = min(LEADING, chosen) if graftable else 0
     # The leading heads of the spliced are ablated in a walk of their own; without grafts, whole layers are.
     variants = first * (chosen + best + (kinds * whole if graftable else layers)) + sum(others) * 2 * chosen

@@ -118,6 +118,11 @@ def share_of(share: float, heads: int) -> int:
     return math.ceil(share * heads - 1e-9)
 
 
+def measured_at_most(exact: float, heads: int) -> int:
+    """How many heads are measured one by one: all, or a share of them and the control."""
+    return heads if exact == 1 else min(heads, share_of(exact, heads) + DRAWN)
+
+
 def drawn(anatomy: Anatomy, numbers: Sequence[int], seed: int) -> list[Site]:
     """A control: a few of the heads that do not lead, given by their numbers."""
     chosen = random.Random(f"control {seed}").sample(numbers, min(DRAWN, len(numbers)))
