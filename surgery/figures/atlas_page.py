@@ -99,7 +99,7 @@ def atlas(ranking: RankedHeads, plan: Plan | None) -> Atlas:
     """Layers from top to bottom, heads from left to right. plan: its heads (or layers) are outlined."""
     layout = grid(ranking)
     large = len(ranking.heads) > MOST
-    grafted = parts(plan)
+    grafted = {*parts(plan)}
     shown = _shown(ranking, grafted) if large else range(len(ranking.heads))
     scores = [ranking.heads[i] for i in shown]
     wide = layout.columns > NARROW

@@ -118,9 +118,9 @@ def measured(what: MeasuredModels, out: Path) -> None:
         draw_scores(ranking, out / "atlas.png", what.report.plan)
 
 
-def parts(plan: Plan | None) -> set[Site]:
-    """The heads of a plan, or its layers."""
-    return {part for site in (plan.sites if plan else ()) for part in (site.each() or (site,))}
+def parts(plan: Plan | None) -> list[Site]:
+    """The heads of a plan, or its layers, in its order."""
+    return [part for site in (plan.sites if plan else ()) for part in (site.each() or (site,))]
 
 
 def draw_scores(ranking: RankedHeads, path: Path | None = None, plan: Plan | None = None) -> "Figure":
@@ -128,7 +128,7 @@ def draw_scores(ranking: RankedHeads, path: Path | None = None, plan: Plan | Non
     is one. A, G: aggregate and gather heads; framed: the heads of `plan`. White with a cross: not measured, or a head that the
     layer lacks."""
     maps, layout = measured_maps(ranking), grid(ranking)
-    planned = parts(plan)
+    planned = {*parts(plan)}
     columns = 1 if layout.columns > WIDE else 2
     rows = -(-(len(maps) + 1) // columns)
     height = min(4.2, 1.25 + 0.24 * layout.layers) if columns == 2 else min(4.2, 1.25 + 0.07 * max(layout.layers, 12))

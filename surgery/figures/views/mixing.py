@@ -24,12 +24,12 @@ from surgery.figures import plotting
 from surgery.figures.example import example_matrices, example_tokens, short_question, window
 from surgery.figures.mixing_figure import Strips, draw_mixing, draw_strips
 from surgery.figures.ranking_of import ranking_of
+from surgery.figures.views.atlas import parts
 from surgery.loading.opened import Checkpoint
 from surgery.locating.ranked_heads import RankedHeads
 from surgery.locating.subject import Subject
 from surgery.probes.encoded import Asked
 from surgery.records.names import is_control
-from surgery.records.plan import Plan
 from surgery.records.record import Provenance, Record
 from surgery.records.site import Site, SiteText
 
@@ -127,7 +127,7 @@ def mixing(
     is no graft or no matrix to be had, or the example is too long."""
     (base, first), *others = entries.items()
     grafted = {name: entry for name, entry in others if entry.plan is not None and not is_control(name)}
-    sites = list(dict.fromkeys(site for entry in grafted.values() for site in _parts(entry.plan)))
+    sites = list(dict.fromkeys(site for entry in grafted.values() for site in parts(entry.plan)))
     place = dict(zip(sites, places(sites), strict=True)) if places else {}
     chosen = sorted(sites, key=lambda site: math.inf if (i := place.get(site)) is None else i)[:MOST_SITES]
     ids, tokens, spans, answer = example_tokens(tokenizer, question)
@@ -137,7 +137,7 @@ def mixing(
     for name in models:
         subject = Subject.of(models[name], tokenizer)
         for site in chosen:
-            if (name == base or site in _parts(grafted[name].plan)) and (view := _seen(subject, site, ids, answer)):
+            if (name == base or site in parts(grafted[name].plan)) and (view := _seen(subject, site, ids, answer)):
                 seen[site, name] = view
         del subject  # before the next model is opened
     views = {site: {name: seen[site, name] for name in models if (site, name) in seen} for site in chosen}
@@ -160,11 +160,6 @@ def draw_grafts(mixing: Mixing, path: Path) -> None:
         ]
         groups.append(Strips(mixing.tokens, part, views))
     draw_strips(groups, path)
-
-
-def _parts(plan: Plan | None) -> list[Site]:
-    """A plan's heads, or its layers."""
-    return [part for site in (plan.sites if plan else ()) for part in (site.each() or (site,))]
 
 
 class _Seen(NamedTuple):
