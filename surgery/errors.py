@@ -1,5 +1,5 @@
-"""The one exception that a user may cause."""
+"""The one exception that users cause."""
 
 
 class UserError(Exception):
-    """A wrong input. The command line prints its single line and exits with status 2."""
+    """Input that cannot be used. Its text is one line that names the input and says what to do; commands print it and exit with 2."""

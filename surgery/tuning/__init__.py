@@ -1,1 +1,0 @@
-"""Tune: data, stages, the loop, adapters."""

@@ -1,2 +1,0 @@
-"""What single commands do that no job needs: looking, choosing a recipe, comparing finished models, tuning one, the table,
-publishing."""

@@ -1,1 +1,0 @@
-"""Mixers, and language models around them, of the families in surgery/more/families."""

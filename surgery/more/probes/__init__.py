@@ -1,1 +1,0 @@
-"""Further probes: surgery/probes/__init__.py finds them, and says what a probe is."""

@@ -1,1 +1,0 @@
-"""Ways of choosing heads beside the default: surgery/choosing/__init__.py finds them, and says what a way is."""

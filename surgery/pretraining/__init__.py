@@ -1,1 +1,0 @@
-"""Trains the built-in reference models on the small world."""

@@ -1,1 +1,0 @@
-"""Formats of other engines: surgery/exporting/formats/__init__.py finds them, and says what a format is."""
