@@ -268,7 +268,7 @@ class Bench(Record):
     controls: Annotated[tuple[Control, ...], BeforeValidator(_several)] = ("tuned", "same_layer", "prompt_twice")
     """What a gain has to beat. tuned: the base tuned without a graft. same_layer, random_site: grafts at other heads of the
     plan's layers, or of other layers, tuned alike. prompt_twice: the base reads the prompt twice. initial_state: only the
-    initial state is tuned. whole_layer: attention in the place of the layer. copy_cache: an untrained n-gram cache. []: none."""
+    initial state is tuned. whole_layer: attention in place of the layer. copy_cache: an untrained n-gram cache. []: none."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

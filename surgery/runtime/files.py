@@ -1,20 +1,42 @@
-"""Files: read with one-line errors, written so that a reader sees the old content or the new one."""
+"""Files and output folders: one-line errors, a reader sees the old content or the new one, and what is not ours stays as it is.
 
+An output folder has a manifest, `.mamba-surgery.json`: the files that we wrote there with their digests, and the settings by
+which each was made. A manifest is bound to its folder by the folder's inode, so that one which came with a download or a copy
+gives no right to remove anything.
+"""
+
+import fcntl
+import hashlib
+import json
 import os
+import shlex
+import shutil
+import sys
 import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
 
 from surgery.errors import UserError
+from surgery.runtime.processes import is_main
+
+MANIFEST = ".mamba-surgery.json"
+LOCK = ".mamba-surgery.lock"
+STAGING = ".mamba-surgery.new"
 
 
 def read_text(path: str | Path) -> str:
     """A UTF-8 file. Raises UserError where it cannot be read."""
     try:
+        if Path(path).exists() and not Path(path).is_file():
+            raise UserError(f"cannot read {path}: it is {'a folder' if Path(path).is_dir() else 'no file'}")
         return Path(path).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise UserError(f"cannot read {path}: it is not UTF-8 at byte {error.start}") from error
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from error
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
 
 
 def write_text(path: str | Path, text: str) -> None:
@@ -22,13 +44,258 @@ def write_text(path: str | Path, text: str) -> None:
     path = Path(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, beside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        handle, beside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:40]}.")
         try:
             with os.fdopen(handle, "w", encoding="utf-8") as file:
                 file.write(text)
+            os.chmod(beside, 0o666 & ~_umask())
             os.replace(beside, path)
         except BaseException:
             Path(beside).unlink(missing_ok=True)
             raise
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}") from error
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def file_digest(path: str | Path) -> str:
+    """sha256 of a file, or of a folder: of the names and digests of all files in it."""
+    path = Path(path)
+    if path.is_dir():
+        listing = [f"{file.relative_to(path)} {file_digest(file)}" for file in sorted(path.rglob("*")) if file.is_file()]
+        return hashlib.sha256("\n".join(listing).encode()).hexdigest()
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def settings_digest(settings: Any) -> str:
+    """sha256 of what JSON can hold."""
+    return hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def refuse_inputs(out: str | Path, inputs: Iterable[str | Path]) -> None:
+    """Raise UserError where an output is, or holds, an input of the same command; links are resolved."""
+    place = Path(out).resolve()
+    for given in inputs:
+        path = Path(given).resolve()
+        if path.exists() and (path == place or place in path.parents):
+            what = "is" if path == place else "holds"
+            raise UserError(f"--out {out} {what} {given}, which this command reads; choose another --out")
+
+
+def check_output_file(out: str | Path, inputs: Iterable[str | Path], *, overwrite: bool, marks: Iterable[str] = ()) -> None:
+    """Raise UserError unless one file may be written. marks: keys that an earlier one has, which --overwrite may replace."""
+    out = Path(out)
+    refuse_inputs(out, inputs)
+    if out.is_dir():
+        raise UserError(f"--out {out} is a folder; name a file, e.g. {out / 'ranking.json'}")
+    if out.exists():
+        if not overwrite:
+            raise UserError(f"{out} is there already; --overwrite replaces it")
+        try:
+            ours = set(marks) <= set(json.loads(read_text(out)))
+        except (ValueError, TypeError):
+            ours = False
+        if not ours:
+            raise UserError(f"{out} was not written by this command, so it is not replaced; choose another --out")
+    _check_writable(out.parent)
+
+
+def _check_writable(folder: Path) -> None:
+    """Make a folder, and raise UserError where nothing can be written to it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"0")
+            file.flush()
+    except OSError as error:
+        raise UserError(f"cannot write to {folder}: {error.strerror}") from error
+
+
+class OutputFolder:
+    """A folder that one command writes to; made by open_output, used within a `with`."""
+
+    def __init__(self, path: Path, lock: int | None):
+        self.path = path
+        self._lock = lock
+        self._files: dict[str, str] = {}
+        self._made_by: dict[str, str] = {}
+        self._open: list[str] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._lock is not None:
+            (self.path / LOCK).unlink(missing_ok=True)
+            os.close(self._lock)
+            self._lock = None
+
+    def write(self, name: str, text: str, settings: Any = None) -> Path:
+        """Write one of our files. settings: what it depends on, which `is_made` compares."""
+        path = self.path / name
+        self._refuse_foreign(name)
+        write_text(path, text)
+        self._files[name] = hashlib.sha256(text.encode()).hexdigest()
+        self._made_by[name] = settings_digest(settings)
+        self._save()
+        return path
+
+    def is_made(self, name: str, settings: Any) -> bool:
+        """Whether an earlier run wrote this file with the same settings, and nobody changed it since."""
+        path = self.path / name
+        same = self._made_by.get(name) == settings_digest(settings) and path.is_file()
+        return same and file_digest(path) == self._files.get(name)
+
+    @contextmanager
+    def folder(self, name: str, settings: Any = None) -> Iterator[Path]:
+        """A folder below this one that is filled over a long time, and kept if the work is cut short; with other settings than
+        before it begins empty. What is in it becomes ours."""
+        path = self.path / name
+        if settings is not None and self._made_by.get(name) != settings_digest(settings):
+            self._remove([file for file in self._files if file.startswith(f"{name}/")])
+        self._made_by[name] = settings_digest(settings)
+        self._open.append(name)
+        self._save()
+        path.mkdir(parents=True, exist_ok=True)
+        yield path
+        self._open.remove(name)
+        self._claim(name)
+        self._save()
+
+    @contextmanager
+    def new_folder(self, name: str, settings: Any = None) -> Iterator[Path]:
+        """A folder to fill out of sight; if the work succeeds, its files take the place of ours in the folder `name` ("." for
+        this folder itself), and otherwise nothing of them stays."""
+        staging, target = self.path / STAGING, self.path / name
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir()
+        try:
+            yield staging
+            files = [path.relative_to(staging) for path in sorted(staging.rglob("*")) if path.is_file()]
+            names = [(Path(name) / file).as_posix() for file in files]
+            for each in names:
+                self._refuse_foreign(each)
+            within = "" if name == "." else f"{name}/"
+            self._remove([each for each in self._files if each.startswith(within) and within and each not in names])
+            for file, each in zip(files, names, strict=True):
+                (target / file).parent.mkdir(parents=True, exist_ok=True)
+                os.replace(staging / file, target / file)
+                self._files[each] = file_digest(target / file)
+            self._made_by[name] = settings_digest(settings)
+            self._save()
+        except OSError as error:
+            raise UserError(f"cannot write {target}: {error.strerror or error}") from error
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+
+    def _refuse_foreign(self, name: str) -> None:
+        if name not in self._files and (self.path / name).exists():
+            raise UserError(f"{self.path / name} was not written by this toolkit, so it is not replaced; move it away")
+
+    def _claim(self, name: str) -> None:
+        for path in sorted((self.path / name).rglob("*")):
+            if path.is_file() and not path.is_symlink():
+                self._files[path.relative_to(self.path).as_posix()] = file_digest(path)
+
+    def _save(self) -> None:
+        held = {"folder": os.stat(self.path).st_ino, "files": self._files, "settings": self._made_by, "open": self._open}
+        write_text(self.path / MANIFEST, json.dumps(held, indent=1) + "\n")
+
+    def _read(self) -> None:
+        """Take over what an earlier run left. Raises UserError for a manifest that is not this folder's."""
+        text = read_text(self.path / MANIFEST)
+        try:
+            held = json.loads(text)
+            inode, self._files, self._made_by, opened = (
+                held["folder"],
+                dict(held["files"]),
+                dict(held["settings"]),
+                held["open"],
+            )
+            names = [Path(name) for name in (*self._files, *opened)]
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{self.path / MANIFEST} is damaged; choose another --out") from error
+        if inode != os.stat(self.path).st_ino or any(name.is_absolute() or ".." in name.parts for name in names):
+            raise UserError(f"{self.path} is a copy of a folder that was written elsewhere; choose another --out")
+        for name in opened:
+            self._claim(name)
+
+    def _remove(self, names: Iterable[str]) -> None:
+        """Remove files of ours that are as we wrote them, and folders that are empty then. Raises UserError, before anything is
+        removed, for one that was changed since."""
+        names = [name for name in names if (self.path / name).is_file()]
+        for name in names:
+            if file_digest(self.path / name) != self._files[name]:
+                raise UserError(
+                    f"{self.path / name} was changed since this toolkit wrote it; move it away, or choose another --out"
+                )
+            if not os.access((self.path / name).parent, os.W_OK):
+                raise UserError(f"cannot write to {(self.path / name).parent}: Permission denied")
+        for name in names:
+            (self.path / name).unlink()
+        parents = {parent for name in names for parent in Path(name).parents if parent != Path()}
+        for parent in sorted(parents, key=lambda each: -len(each.parts)):
+            if not any((self.path / parent).iterdir()):
+                (self.path / parent).rmdir()
+        for name in list(self._files):
+            if not (self.path / name).exists():
+                self._files.pop(name)
+
+
+def open_output(
+    folder: str | Path, inputs: Iterable[str | Path] = (), *, resume: bool = False, overwrite: bool = False
+) -> OutputFolder:
+    """An output folder, locked until its `with` ends.
+
+    inputs: what the command reads. resume: go on with an earlier run there. overwrite: remove what it wrote. Raises UserError,
+    before anything is changed, where the folder is or holds an input, holds an earlier run or files that are not ours, is being
+    written to by another run, or cannot be written to.
+    """
+    path = Path(folder)
+    refuse_inputs(path, inputs)
+    if path.exists() and not path.is_dir():
+        raise UserError(f"--out {path} is a file; name a folder")
+    if not is_main():
+        return OutputFolder(path, None)
+    present = path.is_dir() and {each.name for each in path.iterdir()} - {LOCK, STAGING}
+    if present and MANIFEST not in present:
+        raise UserError(
+            f"--out {path} holds files that are not ours ({min(present)}); choose another --out, or an empty folder"
+        )
+    if present and present != {MANIFEST} and not (resume or overwrite):
+        raise UserError(f"--out {path} holds an earlier run: --resume goes on with it, --overwrite begins anew")
+    _check_writable(path)
+    output = OutputFolder(path, _take_lock(path))
+    try:
+        if present:
+            output._read()
+        shutil.rmtree(path / STAGING, ignore_errors=True)
+        if overwrite:
+            output._remove(list(output._files))
+            output._made_by = {}
+        output._save()
+    except BaseException:
+        output.__exit__(None, None, None)
+        raise
+    return output
+
+
+def _take_lock(folder: Path) -> int:
+    """Lock a folder for this process; the system gives it free if the process dies. Raises UserError that names the holder."""
+    path = folder / LOCK
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        holder = os.read(handle, 500).decode(errors="replace").strip()
+        os.close(handle)
+        raise UserError(f"--out {folder} is in use by another run ({holder}); wait for it, or choose another --out") from error
+    os.ftruncate(handle, 0)
+    os.write(handle, f"process {os.getpid()}: {shlex.join(sys.argv)[:400]}\n".encode(errors="replace"))
+    return handle

@@ -32,7 +32,7 @@ def parse_yaml(text: str, what: str) -> Any:
     if len(text) > LARGEST:
         raise UserError(f"{what} is too long: {len(text):,} characters; at most {LARGEST:,} are read")
     try:
-        return yaml.load(text, _Loader)  # noqa: S506  (it is a SafeLoader)
+        return yaml.load(text, _Loader)  # a SafeLoader
     except RecursionError as error:
         raise UserError(f"{what} is nested too deeply") from error
     except yaml.MarkedYAMLError as error:
