@@ -1,0 +1,189 @@
+"""How large the project is, and how much code one pass of the main job goes through.
+
+    python tools/architecture.py                                      # prints both
+    python tools/architecture.py --write                              # and fills the table of docs/architecture.md
+    python tools/architecture.py --checkout OTHER --as 0.30.0 --write # the same of another checkout, as a column of that table
+
+tests/test_budget.py holds the sizes to budget.toml.
+"""
+
+import argparse
+import ast
+import json
+import re
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RECORD = ROOT / "recipes" / "evidence" / "house" / "architecture.json"
+PAGE = ROOT / "docs" / "architecture.md"
+BEGIN, END = "<!-- filled from recipes/evidence/house/architecture.json -->", "<!-- end -->"
+SMALL = 60  # lines of a file that may be a crumb
+
+ROWS = {
+    "source_lines": "lines of source (surgery, kernels, tools)",
+    "test_lines": "lines of tests",
+    "files": "files of source",
+    "small_files": f"files of source under {SMALL} lines",
+    "folders": "folders of surgery",
+    "median_function": "lines of a function, median",
+    "settings": "settings of a recipe",
+    "pages": "pages of docs",
+    "words": "words of docs and README",
+    "start_modules": "modules imported by `surgery --help`",
+    "functions": "functions of ours called in one pass",
+    "path_files": "files that these stand in",
+    "depth": "deepest stack of ours",
+}
+
+SETTINGS = """
+try:
+    from surgery.records.recipe import list_settings
+    print(len(list(list_settings())))
+except ImportError:  # 0.30
+    from surgery.cli.sections import rows, sections
+    print(sum(len(rows(name)) for name in sections()))
+"""
+
+START = "import sys; sys.argv = ['surgery', '--help']; import surgery.cli.app; print(len(sys.modules))"
+
+# One pass of the main job, each stage under a profile; what the stages are called depends on the version.
+PATH = """
+import json, os, sys, tempfile
+from pathlib import Path
+
+ROOT = str(Path.cwd().resolve())
+CALLED, DEEPEST = set(), 0
+
+def is_ours(frame):
+    name = os.path.realpath(frame.f_code.co_filename)
+    return name.startswith((ROOT + "/surgery/", ROOT + "/kernels/"))
+
+def profile(frame, event, argument):
+    global DEEPEST
+    if event != "call" or not is_ours(frame):
+        return
+    code, depth = frame.f_code, 0
+    if not code.co_name.startswith("<"):
+        CALLED.add((os.path.realpath(code.co_filename), code.co_firstlineno, code.co_name))
+    while frame is not None:
+        depth, frame = depth + is_ours(frame), frame.f_back
+    DEEPEST = max(DEEPEST, depth)
+
+import torch
+import surgery
+torch.set_num_threads(1)
+
+def walk(out):
+    if hasattr(surgery, "plan"):  # 0.30
+        base = surgery.load("checkpoints/tiny-mamba2")
+        ranking = surgery.locate(base, examples=8, exact=False)
+        hybrid = surgery.splice(base, surgery.plan(ranking, heads=2))
+        surgery.tune(hybrid, options=surgery.Tune(steps=2, batch_size=2, text_batch_size=2))
+        surgery.bench(base, hybrid, options=surgery.Bench(limit=8, windows=2, contexts=[]))
+        surgery.export(hybrid, out / "hybrid")
+        return
+    few = "model=checkpoints/tiny-mamba2 locate.examples=8 locate.roles=0 tune.steps=2 tune.batch_size=2 tune.text_batch_size=2 "
+    few += "bench.limit=8 bench.pairs=[4] bench.windows=2 bench.contexts=[] bench.controls=[]"
+    surgery.run(surgery.read_recipe(None, few.split()), out / "run")
+
+with tempfile.TemporaryDirectory() as out:
+    sys.setprofile(profile)
+    try:
+        walk(Path(out))
+    finally:
+        sys.setprofile(None)
+print(json.dumps({"functions": len(CALLED), "path_files": len({file for file, *_ in CALLED}), "depth": DEEPEST}))
+"""
+
+
+def source_files(checkout: Path) -> list[Path]:
+    """The files of surgery, kernels and tools; surgery/kernels is a link to kernels."""
+    files = [*(checkout / "surgery").rglob("*.py"), *(checkout / "tools").rglob("*.py")]
+    files = [file for file in files if "kernels" not in file.relative_to(checkout).parts[1:2]]
+    return sorted([*files, *(file for file in (checkout / "kernels").rglob("*") if file.suffix in (".py", ".c", ".h"))])
+
+
+def function_lengths(files: list[Path]) -> Iterator[int]:
+    """The lines of every function, decorators included."""
+    for file in files:
+        if file.suffix == ".py":
+            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno:
+                    yield node.end_lineno - min([node.lineno, *(each.lineno for each in node.decorator_list)]) + 1
+
+
+def count_lines(files: list[Path]) -> int:
+    """The lines of all these files."""
+    return sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files)
+
+
+def measure_sizes(checkout: Path) -> dict[str, float]:
+    """What budget.toml bounds."""
+    files = source_files(checkout)
+    tests = [file for file in (checkout / "tests").rglob("*") if file.suffix in (".py", ".c", ".h")]
+    pages = sorted((checkout / "docs").rglob("*.md"))
+    folders = {file.parent for file in files if file.is_relative_to(checkout / "surgery")}
+    sizes = [count_lines([file]) for file in files]
+    return {
+        "source_lines": sum(sizes),
+        "test_lines": count_lines(tests),
+        "files": len(files),
+        "small_files": sum(0 < size < SMALL for size in sizes),
+        "folders": len(folders - {checkout / "surgery"}),
+        "median_function": statistics.median(function_lengths(files)),
+        "settings": int(run_python(checkout, SETTINGS)),
+        "pages": len(pages),
+        "words": sum(len(page.read_text(encoding="utf-8").split()) for page in (*pages, checkout / "README.md")),
+        "start_modules": int(run_python(checkout, START)),
+    }
+
+
+def measure_path(checkout: Path) -> dict[str, float]:
+    """The functions and files of ours that one pass of the main job calls, and its deepest stack."""
+    return json.loads(run_python(checkout, PATH))
+
+
+def run_python(checkout: Path, script: str) -> str:
+    """The last line that a script prints, run in a checkout by this Python."""
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, cwd=checkout, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(done.stderr[-3000:])
+    return done.stdout.splitlines()[-1]
+
+
+def fill_page(page: str, record: dict[str, Any]) -> str:
+    """The page with the record's table between its marks: a column for each version."""
+    lines = [f"| | {' | '.join(record)} |", "|---|" + "---|" * len(record)]
+    for key, about in ROWS.items():
+        lines.append(f"| {about} | " + " | ".join(f"{values[key]:,.0f}" for values in record.values()) + " |")
+    table = "\n".join([BEGIN, "", *lines, "", END])
+    return re.sub(f"{re.escape(BEGIN)}.*?{re.escape(END)}", lambda _: table, page, flags=re.DOTALL)
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--checkout", type=Path, default=ROOT)
+    parser.add_argument("--as", dest="version", default="now")
+    parser.add_argument("--write", action="store_true")
+    given = parser.parse_args()
+    checkout = given.checkout.resolve()
+    measured = measure_sizes(checkout) | measure_path(checkout)
+    for key, about in ROWS.items():
+        print(f"{about:50} {measured[key]:8,.0f}")
+    if given.write:
+        record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+        record[given.version] = measured
+        RECORD.parent.mkdir(parents=True, exist_ok=True)
+        RECORD.write_text(json.dumps(record, indent=2) + "\n")
+        PAGE.write_text(fill_page(PAGE.read_text(encoding="utf-8"), record), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
