@@ -106,13 +106,13 @@ def draw_gain(report: Report) -> Any | None:
     return figure
 
 
-def draw_circuit_of(ranking: Ranking | None) -> Any | None:
+def draw_circuit(ranking: Ranking | None) -> Any | None:
     """The retrieval circuit as locate measured it; None where there is none."""
     if ranking is None or ranking.circuit is None:
         return None
-    from surgery.locating.circuit import draw_circuit
+    from surgery.locating.circuit import draw_circuit as draw
 
-    return draw_circuit(ranking)
+    return draw(ranking)
 
 
 def save_figures(report: Report, folder: Path, ranking: Ranking | None = None) -> list[str]:
@@ -120,7 +120,7 @@ def save_figures(report: Report, folder: Path, ranking: Ranking | None = None) -
     drawn = {
         "retrieval.png": draw_retrieval(report),
         "gain.png": draw_gain(report),
-        "circuit.png": draw_circuit_of(ranking),
+        "circuit.png": draw_circuit(ranking),
     }
     names = [name for name, figure in drawn.items() if figure is not None]
     for name in names:
@@ -143,10 +143,12 @@ def as_svg(figure: Any, name: str) -> str:
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
         figure.savefig(content, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     svg = content.getvalue()
-    svg = svg[svg.index("<svg") :].replace(INK, "currentColor").replace(QUIET, "var(--quiet)").replace(FAINT, "var(--line)")
+    svg = svg[svg.index("<svg") :]
+    for ink, of_page in ((INK, "currentColor"), (QUIET, "var(--quiet)"), (FAINT, "var(--line)"), (MAIN, "var(--accent)")):
+        svg = svg.replace(ink, of_page)
     svg = re.sub(r"font-family: [^;\"]*;", "", re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL))
     svg = re.sub(r'width="[\d.]+pt" height="[\d.]+pt"', f'role="img" aria-label="{name}"', svg, count=1)
-    return re.sub(r'(id="|#)([\w-]+)', rf"\1{name}-\2", svg)
+    return re.sub(r'(id="|url\(#|href="#)', rf"\1{name}-", svg)
 
 
 def _new_figure(height: float) -> tuple[Any, Any]:

@@ -1,0 +1,54 @@
+"""report.html: one page that holds everything that it shows, and loads nothing."""
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from surgery.records.ranking import Ranking
+from surgery.records.report import Report
+from surgery.report.figures import as_svg, draw_circuit, draw_gain, draw_retrieval, save_figures
+from surgery.report.markdown import describe_provenance, load_lines, render_markdown
+from surgery.report.tables import changes_table, costs_table, results_table, short_table
+from surgery.runtime.files import write_text
+
+ANSWERS = {"yes": "Yes", "mixed": "It gains and loses", "unclear": "Unclear", "no": "No", "not judged": "Not to be judged"}
+
+
+def render_page(report: Report, *, hybrid: str | None = None, ranking: Ranking | None = None) -> str:
+    """The page. hybrid: the folder of the exported hybrid as seen from the page, if there is one. ranking: for the circuit."""
+    drawn = {"retrieval": draw_retrieval(report), "gain": draw_gain(report), "circuit": draw_circuit(ranking)}
+    answer = ANSWERS[report.verdict.answer]
+    said = report.verdict.sentence
+    others = [(name, model) for name, model in list(report.models.items())[1:]]
+    return _template().render(
+        report=report,
+        verdict=report.verdict,
+        answer=answer,
+        sentence=said.partition(": ")[2] if said.startswith(f"{answer}: ") else said,
+        hybrid=hybrid,
+        lines=load_lines(hybrid) if hybrid is not None else "",
+        short=short_table(report),
+        results=results_table(report),
+        changes=[(model.description, changes_table(report, name), model.on_text) for name, model in others],
+        costs=costs_table(report),
+        circuit=ranking.circuit if ranking is not None else None,
+        provenance=describe_provenance(report),
+        figures={name: as_svg(figure, name) for name, figure in drawn.items() if figure is not None},
+    )
+
+
+def write_report(report: Report, folder: Path, *, hybrid: str | None = None, ranking: Ranking | None = None) -> list[str]:
+    """Write the figures, report.md, report.html and, last, report.json into a folder; return the names of the files."""
+    figures = save_figures(report, folder, ranking)
+    write_text(folder / "report.md", render_markdown(report, hybrid=hybrid, figures=figures))
+    write_text(folder / "report.html", render_page(report, hybrid=hybrid, ranking=ranking))
+    report.write(folder / "report.json")
+    return [*figures, "report.md", "report.html", "report.json"]
+
+
+@cache
+def _template() -> Any:
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    loader = FileSystemLoader(Path(__file__).parent)
+    return Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True).get_template("page.html")

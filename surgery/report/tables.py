@@ -1,0 +1,73 @@
+"""The tables of a report, as rows of text: the first row is the header, the first column names what a row is about."""
+
+from surgery.records.report import Change, Measurement, Report, figure
+from surgery.runtime.progress import size
+
+Table = list[list[str]]
+
+
+def short_table(report: Report) -> Table:
+    """The base, the main model and its best control: what each answers, and its price."""
+    columns = report.columns()
+    context = f"{report.base.costs[-1].context:,} tokens" if report.base.costs else "-"
+    table = [["", *(report.measurements[name].short for name in columns), f"cache at {context}", "time per token (base 1)"]]
+    for row in report.rows():
+        model = report.models[row]
+        cost = model.costs[-1] if model.costs else None
+        price = [size(cost.cache_bytes), f"{cost.token.mean:.2f}"] if cost else ["-", "-"]
+        table.append([model.description, *(figure(model.results.get(name)) for name in columns), *price])
+    return table
+
+
+def results_table(report: Report) -> Table:
+    """Every model in every measurement, with intervals; a row for each measurement."""
+    table = [["", *(model.description for model in report.models.values())]]
+    for name, measurement in report.measurements.items():
+        results = [model.results.get(name) for model in report.models.values()]
+        cells = ["-" if r is None else f"{figure(r)} [{r.low:.3f}, {r.high:.3f}]" for r in results]
+        unit = " (nats per token)" if measurement.metric == "loss" else ""
+        table.append([measurement.label + unit, *cells])
+    return table
+
+
+def changes_table(report: Report, name: str) -> Table:
+    """One model's differences to the base, and what they say."""
+    table = [["", "difference", "what it says"]]
+    for key, change in report.models[name].changes.items():
+        measurement = report.measurements[key]
+        table.append([measurement.label, str(change), describe_change(change, measurement)])
+    return table
+
+
+def costs_table(report: Report) -> Table:
+    """Cache and time of the base and the hybrids at every length; controls cost what their models cost."""
+    read = any(cost.reading for model in report.models.values() for cost in model.costs)
+    table = [["", "tokens", "batch", "cache", "ms per token", "base 1", *(["reading, base 1"] if read else [])]]
+    for model in report.models.values():
+        for cost in () if model.role == "control" else model.costs:
+            cells = [
+                model.description,
+                f"{cost.context:,}",
+                str(cost.batch),
+                size(cost.cache_bytes),
+                f"{cost.milliseconds:.2f}",
+            ]
+            for ratio in (cost.token, *([cost.reading] if read else [])):
+                cells.append("-" if ratio is None else f"{ratio.mean:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]")
+            table.append(cells)
+    return table
+
+
+def describe_change(change: Change, measurement: Measurement) -> str:
+    """A difference in words: "better (p < 0.001)", "no difference seen; n = 64 shows differences of 0.012 or more"."""
+    if change.shown:
+        better = (change.mean < 0) == (measurement.metric == "loss")
+        return f"{'better' if better else 'worse'} ({describe_p(change.p)})"
+    if change.detectable is None:
+        return "no difference seen; too few questions to see a small one"
+    unit = " nats" if measurement.metric == "loss" else ""
+    return f"no difference seen; n = {change.n:,} shows differences of {change.detectable:.3f}{unit} or more"
+
+
+def describe_p(p: float) -> str:
+    return "p < 0.001" if p < 0.001 else f"p = {p:.2g}"
