@@ -87,8 +87,8 @@ def walk(out):
         surgery.bench(base, hybrid, options=surgery.Bench(limit=8, windows=2, contexts=[]))
         surgery.export(hybrid, out / "hybrid")
         return
-    few = "model=checkpoints/tiny-mamba2 locate.examples=8 locate.roles=0 tune.steps=2 tune.batch_size=2 tune.text_batch_size=2 "
-    few += "bench.limit=8 bench.pairs=[4] bench.windows=2 bench.contexts=[] bench.controls=[]"
+    few = "model=checkpoints/tiny-mamba2 locate.examples=8 locate.roles=0 tune.steps=2 tune.batch_size=2 "
+    few += "tune.text_batch_size=2 bench.limit=8 bench.pairs=[4] bench.windows=2 bench.contexts=[] bench.controls=[]"
     surgery.run(surgery.read_recipe(None, few.split()), out / "run")
 
 with tempfile.TemporaryDirectory() as out:

@@ -158,7 +158,7 @@ class OutputFolder:
         before it begins empty. What is in it becomes ours."""
         path = self.path / name
         if settings is not None and self._made_by.get(name) != settings_digest(settings):
-            self._remove([file for file in self._files if file.startswith(f"{name}/")])
+            self.remove([file for file in self._files if file.startswith(f"{name}/")])
         self._made_by[name] = settings_digest(settings)
         self._open.append(name)
         self._save()
@@ -171,28 +171,35 @@ class OutputFolder:
     @contextmanager
     def new_folder(self, name: str, settings: Any = None) -> Iterator[Path]:
         """A folder to fill out of sight; if the work succeeds, its files take the place of ours in the folder `name` ("." for
-        this folder itself), and otherwise nothing of them stays."""
+        this folder itself), and otherwise everything is as before."""
         staging, target = self.path / STAGING, self.path / name
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir()
         try:
             yield staging
             files = [path.relative_to(staging) for path in sorted(staging.rglob("*")) if path.is_file()]
-            names = [(Path(name) / file).as_posix() for file in files]
-            for each in names:
+            new = {(Path(name) / file).as_posix(): file_digest(staging / file) for file in files}
+            for each in new:
                 self._refuse_foreign(each)
-            within = "" if name == "." else f"{name}/"
-            self._remove([each for each in self._files if each.startswith(within) and within and each not in names])
-            for file, each in zip(files, names, strict=True):
+            old = [each for each in self._files if each not in new and (name == "." or each.startswith(f"{name}/"))]
+            self._save(moving=new)  # so that a run which is killed now knows next time that these are ours
+            self.remove(old)
+            for file in files:
                 (target / file).parent.mkdir(parents=True, exist_ok=True)
                 os.replace(staging / file, target / file)
-                self._files[each] = file_digest(target / file)
+            self._files |= new
             self._made_by[name] = settings_digest(settings)
             self._save()
         except OSError as error:
             raise UserError(f"cannot write {target}: {error.strerror or error}") from error
         finally:
             shutil.rmtree(staging, ignore_errors=True)
+
+    def clear(self) -> None:
+        """Remove all that an earlier run wrote here."""
+        self.remove(list(self._files))
+        self._made_by = {}
+        self._save()
 
     def _refuse_foreign(self, name: str) -> None:
         if name not in self._files and (self.path / name).exists():
@@ -203,8 +210,9 @@ class OutputFolder:
             if path.is_file() and not path.is_symlink():
                 self._files[path.relative_to(self.path).as_posix()] = file_digest(path)
 
-    def _save(self) -> None:
+    def _save(self, moving: dict[str, str] | None = None) -> None:
         held = {"folder": os.stat(self.path).st_ino, "files": self._files, "settings": self._made_by, "open": self._open}
+        held |= {"moving": moving or {}}
         write_text(self.path / MANIFEST, json.dumps(held, indent=1) + "\n")
 
     def _read(self) -> None:
@@ -212,23 +220,23 @@ class OutputFolder:
         text = read_text(self.path / MANIFEST)
         try:
             held = json.loads(text)
-            inode, self._files, self._made_by, opened = (
-                held["folder"],
-                dict(held["files"]),
-                dict(held["settings"]),
-                held["open"],
-            )
-            names = [Path(name) for name in (*self._files, *opened)]
+            inode, opened, moving = held["folder"], list(held["open"]), dict(held["moving"])
+            self._files, self._made_by = dict(held["files"]), dict(held["settings"])
+            names = [Path(name) for name in (*self._files, *opened, *moving)]
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"{self.path / MANIFEST} is damaged; choose another --out") from error
         if inode != os.stat(self.path).st_ino or any(name.is_absolute() or ".." in name.parts for name in names):
             raise UserError(f"{self.path} is a copy of a folder that was written elsewhere; choose another --out")
         for name in opened:
             self._claim(name)
+        arrived = {name: digest for name, digest in moving.items() if (self.path / name).is_file()}
+        self._files |= {name: digest for name, digest in arrived.items() if file_digest(self.path / name) == digest}
 
-    def _remove(self, names: Iterable[str]) -> None:
-        """Remove files of ours that are as we wrote them, and folders that are empty then. Raises UserError, before anything is
-        removed, for one that was changed since."""
+    def check_unchanged(self) -> None:
+        """Raise UserError for a file of ours that was changed since, or that may not be removed."""
+        self._removable(self._files)
+
+    def _removable(self, names: Iterable[str]) -> list[str]:
         names = [name for name in names if (self.path / name).is_file()]
         for name in names:
             if file_digest(self.path / name) != self._files[name]:
@@ -237,6 +245,12 @@ class OutputFolder:
                 )
             if not os.access((self.path / name).parent, os.W_OK):
                 raise UserError(f"cannot write to {(self.path / name).parent}: Permission denied")
+        return names
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Remove files of ours that are as we wrote them, and folders that are empty then. Raises UserError, before anything is
+        removed, for one that was changed since."""
+        names = self._removable(names)
         for name in names:
             (self.path / name).unlink()
         parents = {parent for name in names for parent in Path(name).parents if parent != Path()}
@@ -253,9 +267,9 @@ def open_output(
 ) -> OutputFolder:
     """An output folder, locked until its `with` ends.
 
-    inputs: what the command reads. resume: go on with an earlier run there. overwrite: remove what it wrote. Raises UserError,
-    before anything is changed, where the folder is or holds an input, holds an earlier run or files that are not ours, is being
-    written to by another run, or cannot be written to.
+    inputs: what the command reads. resume: go on with an earlier run there. overwrite: what it wrote may be replaced. Raises
+    UserError, before anything is changed, where the folder is or holds an input, holds an earlier run or files that are not
+    ours, is being written to by another run, or cannot be written to.
     """
     path = Path(folder)
     refuse_inputs(path, inputs)
@@ -277,8 +291,7 @@ def open_output(
             output._read()
         shutil.rmtree(path / STAGING, ignore_errors=True)
         if overwrite:
-            output._remove(list(output._files))
-            output._made_by = {}
+            output.check_unchanged()
         output._save()
     except BaseException:
         output.__exit__(None, None, None)

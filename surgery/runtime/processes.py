@@ -1,11 +1,13 @@
 """Several processes of one run, as accelerate starts them, and a fresh Python process."""
 
+import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, Self, TypeVar
 
 from surgery.errors import UserError
 
@@ -42,20 +44,39 @@ def on_main(work: Callable[[], T]) -> T:
     return result
 
 
-def run_fresh(script: Path, arguments: Sequence[str], *, timeout: float | None = None) -> bytes:
-    """What a script prints on standard output, run by this Python in a process of its own, outside the current folder.
+class FreshPython:
+    """A script in a Python process of its own, outside the current folder and without the Hub.
 
-    The process sees no GPU and no Hub. Raises UserError, with the last line of its errors, if it fails.
+    It starts at once, so that its imports run beside other work; within a `with`, at whose end it is ended.
     """
-    hidden = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "USE_HUB_KERNELS": "0", "TOKENIZERS_PARALLELISM": "false"}
-    dropped = ("PYTHONPATH", "PYTHONSTARTUP", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    environment = {name: value for name, value in os.environ.items() if name not in dropped} | hidden
-    command = [sys.executable, "-P", str(script), *arguments]
-    try:
-        done = subprocess.run(command, capture_output=True, env=environment, timeout=timeout, check=False)
-    except subprocess.TimeoutExpired as error:
-        raise UserError(f"a fresh Python process did not end within {timeout:.0f} s: {script.name}") from error
-    if done.returncode:
-        lines = done.stderr.decode(errors="replace").strip().splitlines()
-        raise UserError(f"a fresh Python process failed: {lines[-1] if lines else f'status {done.returncode}'}")
-    return done.stdout
+
+    def __init__(self, script: Path, *, gpu: bool = False):
+        self._modules = tempfile.TemporaryDirectory()  # where transformers copies the code of a folder
+        settings = {"HF_HUB_OFFLINE": "1", "USE_HUB_KERNELS": "0", "TOKENIZERS_PARALLELISM": "false"}
+        settings |= {"HF_MODULES_CACHE": self._modules.name} | ({} if gpu else {"CUDA_VISIBLE_DEVICES": ""})
+        dropped = ("PYTHONPATH", "PYTHONSTARTUP", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+        environment = {name: value for name, value in os.environ.items() if name not in dropped} | settings
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", str(script)], stdin=pipe, stdout=pipe, stderr=pipe, env=environment
+        )
+
+    def ask(self, request: dict[str, Any]) -> bytes:
+        """What the script prints when it has read a request, one JSON, on its standard input; it may be asked once.
+
+        Raises UserError, with the last line of its errors, if it fails.
+        """
+        output, errors = self._process.communicate(json.dumps(request).encode())
+        if self._process.returncode:
+            lines = errors.decode(errors="replace").strip().splitlines()
+            raise UserError(f"a fresh Python process failed: {lines[-1] if lines else f'status {self._process.returncode}'}")
+        return output
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._process.poll() is None:
+            self._process.kill()
+        self._process.communicate()
+        self._modules.cleanup()
