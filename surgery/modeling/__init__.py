@@ -1,0 +1,13 @@
+"""One file a family: configuration, mixer, model. Importing this package registers all of them with transformers."""
+
+from importlib import import_module
+from pkgutil import iter_modules
+from typing import Any
+
+MODULES = {module.name: import_module(f"{__name__}.{module.name}") for module in iter_modules(__path__)}
+FAMILIES = {name: module.FAMILY for name, module in MODULES.items() if hasattr(module, "FAMILY")}
+
+
+def family_of(config: Any) -> Any:
+    """The Family (hybrid.py) of a base's or a hybrid's configuration, or None."""
+    return FAMILIES.get(config.model_type.removesuffix("_hybrid"))

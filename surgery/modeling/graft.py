@@ -1,0 +1,450 @@
+"""What the mixers of all hybrids share: three steps, the graft between the second and the third, and room for its keys in a cache.
+
+    streams = mixer.project(hidden, ...)     what every head reads and writes
+    y = mixer.scan(streams, ...)             every head's own output, skip included
+    out = mixer.finish(y, streams.gate)      norm, gate and output projection
+
+A grafted head h looks up the values x of earlier tokens by attention with queries and keys of its own, beside a null key with the
+learned logit b and no value (docs/derivations.md):
+
+    p = softmax([sigma tau q_t . k_s + log_write_s, b]),   m_t = 1 - p_null
+    y_t <- (1 - g m_t) y_t + g (sigma sum_s p_ts x_s + m_t D x_t)
+
+g is learned. m_t is the share of the softmax that the null key leaves: where nothing in the context matches, m_t is about 0, and
+the head stays as the base has it. In inference, m_t below `closed_below` counts as 0, and y_t is untouched, bit for bit. A graft
+without a null key has m = 1, as all had up to version 0.30; one without a gate has g = 1 as well.
+
+An entry of a hybrid configuration's `grafts` is
+
+{"kind": "head", "layer": int, "heads": [int, ...], "signs": [1 or -1, ...], "width": int, "time_step": bool, "gated": bool,
+ "null": bool, "closed_below": float, "pairs": [[int, ...], ...] (ChannelGraft only)}
+
+heads: sorted; signs: sigma, one a query-key pair; width: of queries and keys; time_step: whether log_write is added to the scores.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import Cache
+from transformers.activations import ACT2FN
+
+from .packing import Packing
+from .reference import at_least_float32
+
+try:
+    from transformers.cache_utils import (
+        DynamicLayer,
+        LinearAttentionAndFullAttentionLayer,
+        LinearAttentionAndStaticFullAttentionLayer,
+        StaticLayer,
+    )
+except ImportError as error:
+    raise ImportError("hybrids of mamba-surgery 1.0 need transformers 5.20 or newer") from error
+
+try:
+    from surgery.kernels.attention import attend
+    from surgery.kernels.conv import causal_conv
+except ImportError:
+    from .reference import attend, causal_conv
+
+SILU = ("silu", "swish")  # what configurations call that activation
+SMALLEST = 1e-30  # of a write strength, which has a logarithm and may divide: softplus reaches 0, in float32 too
+NATS = 20.0  # b = NATS * null: scores span tens of nats, and Adam moves a parameter by about its learning rate a step
+ABSENT = -500.0  # `null` of a head without a null key in a layer where others have one: b is -10,000 nats
+WENT = {"shared": "query-key pairs that several heads share", "direct": "heads from a donor", "own_values": "copying heads"}
+
+
+@dataclass(eq=False)
+class Streams:
+    """What a mixer makes of its input (b, t, d) for each of h heads.
+
+    x (b, t, h, p): what is written. k and q (b, t, g, n): what it is written and read with, each for h / g heads. gate: what
+    `finish` takes. write (b, t, h): how strongly each token is written, in float32 at least (the time step, beta), or None.
+    decay: what else the scan needs, if anything.
+    """
+
+    x: Tensor
+    k: Tensor
+    q: Tensor
+    gate: Tensor
+    write: Tensor | None = None
+    decay: Tensor | None = None
+
+    @property
+    def log_write(self) -> Tensor | None:
+        """What is added to the scores of a key, (b, t, h), or None."""
+        return None if self.write is None else self.write.clamp_min(SMALLEST).log()
+
+
+class Graft(nn.Module):
+    """The attention of a layer's grafted heads, with a query-key pair each. Its projections are named as in a Transformer, for
+    PEFT.
+
+    gate: g, one a head, or None for 1. null: b / NATS, one a pair, or None for no null key. watch: if it is set, it is called with
+    the graft and m (b, t, heads) of every forward, as it acts: closed shares are 0.
+    """
+
+    def __init__(self, mixer: Any, entry: dict[str, Any], pairs: int | None = None):
+        super().__init__()
+        for name, what in WENT.items():
+            if entry.get(name):
+                raise ValueError(f"the graft of layer {entry['layer']} has {what} ('{name}'), which went with version 0.30")
+        self.heads: list[int] = list(entry["heads"])
+        self.signs: list[int] = list(entry["signs"])
+        self.width: int = entry["width"]
+        self.time_step: bool = entry["time_step"]
+        self.closed_below: float = entry.get("closed_below", 0.0)
+        self.watch: Callable[[Graft, Tensor], None] | None = None
+        pairs = len(self.heads) if pairs is None else pairs
+        if len(self.signs) != pairs or self.width < 1 or not self.heads:
+            raise ValueError(f"a graft of layer {entry['layer']} has {len(self.heads)} heads and {len(self.signs)} signs")
+        self.make_projections(mixer, pairs * self.width)
+        self.log_tau = nn.Parameter(torch.zeros(pairs))
+        gated = entry.get("gated", entry.get("blend") is not None)
+        self.gate = nn.Parameter(torch.ones(len(self.heads))) if gated else None
+        self.null = nn.Parameter(torch.zeros(pairs)) if entry.get("null") else None
+
+    def make_projections(self, mixer: Any, size: int) -> None:
+        """Modules that make queries and keys of `size` channels in all."""
+        self.q_proj = nn.Linear(mixer.hidden_size, size, bias=mixer.projection_bias)
+        self.k_proj = nn.Linear(mixer.hidden_size, size, bias=mixer.projection_bias)
+        self.qk_conv = None
+        if (conv := getattr(mixer, "conv1d", None)) is not None:
+            taps, bias = conv.kernel_size[0], conv.bias is not None
+            self.qk_conv = nn.Conv1d(2 * size, 2 * size, taps, groups=2 * size, bias=bias, padding=taps - 1)
+
+    def queries_and_keys(
+        self, mixer: Any, hidden: Tensor, streams: Streams, cache: Cache | None, mask: Tensor | None, packing: Packing | None
+    ) -> tuple[Tensor, Tensor]:
+        """q and k (b, pairs, t, width), such that q . k is the score, sign and scale included."""
+        hidden = hidden.to(self.q_proj.weight.dtype) if is_plain(self.q_proj.weight) else hidden
+        qk = torch.cat([self.q_proj(hidden), self.k_proj(hidden)], dim=-1)
+        if self.qk_conv is not None:  # apart from the base's convolution: that has the same shape with a graft and without
+            qk = convolve(qk, self.qk_conv, mixer.activation, cache, mixer.cache_place, mask, packing)
+        return self.sharpen(*mixer.prepare(*qk.unflatten(-1, (2, len(self.signs), self.width)).unbind(2)))
+
+    def sharpen(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """q and k (b, t, pairs, width) -> (b, pairs, t, width), with sigma tau in q."""
+        scale = constant(tuple(self.signs), q.device, self.log_tau.dtype) * self.log_tau.exp()
+        return (q * scale[:, None].to(q.dtype)).transpose(1, 2), k.transpose(1, 2)
+
+    def forward(
+        self,
+        mixer: Any,
+        hidden: Tensor,
+        streams: Streams,
+        y: Tensor,
+        cache: Cache | None = None,
+        mask: Tensor | None = None,
+        packing: Packing | None = None,
+    ) -> Tensor:
+        """All heads' output (b, t, h, p), with the graft in it, from their own. hidden (b, t, d): the mixer's input; mask (b, t)
+        bool: which of these tokens exist."""
+        q, k = self.queries_and_keys(mixer, hidden, streams, cache, mask, packing)
+        x, own = take(streams.x, self.heads, 2), take(y, self.heads, 2)
+        found, m = self.look_up(mixer, q, k, x, streams, cache, mask, packing)
+        D = getattr(mixer, "D", None)
+        skip = 0 if D is None else take(D, self.heads, 0)[:, None] * x
+        if self.gate is None and self.null is None:
+            new = found + skip
+        else:
+            gate = 1.0 if self.gate is None else at_least_float32(self.gate)[:, None]
+            new = own + gate * (found + m[..., None] * (skip - own))
+        new = new.to(y.dtype)
+        if self.closed_below > 0 and not self.training:
+            is_open = m >= self.closed_below
+            new, m = torch.where(is_open[..., None], new, own), m * is_open
+        if self.watch is not None:
+            self.watch(self, m)
+        if len(self.heads) == y.shape[2]:
+            return new
+        return y.index_copy(2, constant(tuple(self.heads), y.device, torch.long), new)
+
+    def look_up(
+        self,
+        mixer: Any,
+        q: Tensor,
+        k: Tensor,
+        x: Tensor,
+        streams: Streams,
+        cache: Cache | None,
+        mask: Tensor | None,
+        packing: Packing | None,
+    ) -> tuple[Tensor, Tensor]:
+        """sigma sum_s p_ts x_s (b, t, heads, p) and m (b, t, heads), for x (b, t, heads, p)."""
+        bias = None
+        if self.time_step and streams.write is not None:
+            bias = take(streams.write, self.heads, 2).clamp_min(SMALLEST).log().transpose(1, 2)
+        found, m = self.attend(mixer, q, k, x.transpose(1, 2), bias, cache, mask, packing)
+        signs = constant(tuple(self.signs), found.device, found.dtype)
+        return found.transpose(1, 2) * signs[:, None], m.transpose(1, 2)
+
+    def attend(
+        self,
+        mixer: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None,
+        cache: Cache | None,
+        mask: Tensor | None,
+        packing: Packing | None,
+    ) -> tuple[Tensor, Tensor]:
+        """As reference.attend, on the keys of these tokens and of those that the cache remembers."""
+        q, k, v = (m.to(torch.promote_types(k.dtype, v.dtype)) for m in (q, k, v))
+        if cache is not None:
+            k, v, bias = remember(cache, mixer.cache_place, k, v, bias, mask)
+            mask = None  # it is in the bias
+        null = None if self.null is None else NATS * at_least_float32(self.null)
+        return attend(q, k, v, bias, null, mask, packing)
+
+    def extra_repr(self) -> str:
+        return f"heads={self.heads}, signs={self.signs}"
+
+
+class ChannelGraft(Graft):
+    """The attention of a set of Mamba-1's channels: those that start alike share a query-key pair, and only the time step dt of
+    what they look up is their own. It leaves the scores as a quotient of two sums that share them (docs/derivations.md):
+
+        w_tc = sum_s p_ts dt_sc,   m_tc = w_tc / (w_tc + p_null),   attention_tc = sum_s p_ts dt_sc x_sc / (w_tc + p_null)
+
+    pairs: for every query-key pair, the places in `heads` of the channels that it serves.
+    """
+
+    def __init__(self, mixer: Any, entry: dict[str, Any]):
+        self.pairs: list[list[int]]
+        super().__init__(mixer, entry, len(entry["pairs"]))
+        self.pairs = entry["pairs"]
+        self.each = max(map(len, self.pairs))  # the value width: smaller sets are padded with zeros
+        flat = [place for places in self.pairs for place in places]
+        if sorted(flat) != list(range(len(self.heads))):
+            raise ValueError(f"the pairs of layer {entry['layer']}'s graft have to serve each of its channels once")
+        self.by_place = sorted(range(len(flat)), key=flat.__getitem__)
+
+    def make_projections(self, mixer: Any, size: int) -> None:
+        self.q_proj = nn.Linear(mixer.intermediate_size, size, bias=False)
+        self.k_proj = nn.Linear(mixer.intermediate_size, size, bias=False)
+
+    def queries_and_keys(
+        self, mixer: Any, hidden: Tensor, streams: Streams, cache: Cache | None, mask: Tensor | None, packing: Packing | None
+    ) -> tuple[Tensor, Tensor]:
+        """From x behind the base's convolution, as Mamba-1 makes C and B."""
+        x = streams.x[..., 0]
+        x = x.to(self.q_proj.weight.dtype) if is_plain(self.q_proj.weight) else x
+        q, k = (proj(x).unflatten(-1, (len(self.pairs), self.width)) for proj in (self.q_proj, self.k_proj))
+        return self.sharpen(*mixer.prepare(q, k))
+
+    def look_up(
+        self,
+        mixer: Any,
+        q: Tensor,
+        k: Tensor,
+        x: Tensor,
+        streams: Streams,
+        cache: Cache | None,
+        mask: Tensor | None,
+        packing: Packing | None,
+    ) -> tuple[Tensor, Tensor]:
+        x = x[..., 0]
+        if not self.time_step:
+            found, m = self.attend(mixer, q, k, self.by_pair(x), None, cache, mask, packing)
+            m = m[..., None].expand_as(found)
+        else:  # in float32: float16 has no room for time steps, and many would be divided by 0
+            write = take(streams.write, self.heads, 2).clamp_min(SMALLEST)
+            v = torch.cat([self.by_pair(write * x), self.by_pair(write)], dim=-1)
+            sums, share = self.attend(mixer, q, k, v, None, cache, mask, packing)
+            found, w = sums.split(self.each, dim=-1)
+            total = (w + (1 - share)[..., None]).clamp_min(SMALLEST)
+            found, m = found / total, w / total if self.null is not None else torch.ones_like(w)
+        signs = constant(tuple(self.signs), found.device, found.dtype)
+        return self.by_channel(found * signs[:, None, None])[..., None], self.by_channel(m)
+
+    def by_pair(self, m: Tensor) -> Tensor:
+        """m (b, t, grafted channels) -> (b, pairs, t, each)."""
+        rows = [F.pad(take(m, places, 2), (0, self.each - len(places))) for places in self.pairs]
+        return torch.stack(rows, dim=1)
+
+    def by_channel(self, v: Tensor) -> Tensor:
+        """v (b, pairs, t, each) -> (b, t, grafted channels), the inverse of by_pair."""
+        rows = [v[:, i, :, : len(places)] for i, places in enumerate(self.pairs)]
+        return take(torch.cat(rows, dim=-1), self.by_place, 2)
+
+
+class GraftMixer:
+    """A mixin before a mixer of transformers, or before nn.Module, of which it reads: num_heads, head_dim, n_groups,
+    ssm_state_size, hidden_size, layer_idx, activation, and in_proj, conv1d and D where there are such.
+
+    A subclass has `project`, `scan`, `finish`, and `query_key_rows`. tap: if it is set, called as tap(mixer, streams, y) between scan
+    and graft; what it returns takes the place of y (b, t, h, p). graft_enabled: HybridLanguageModel.disable_grafts clears it.
+    """
+
+    graft_class: type[Graft] = Graft
+    has_time_step = True  # whether the base writes with a strength that the scores of a graft are to know
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.graft: Graft | None = None
+        self.graft_enabled = True
+        self.cache_place = -1
+        self.tap: Callable[[Any, Streams, Tensor], Tensor] | None = None
+
+    @property
+    def projection_bias(self: Any) -> bool:
+        """Whether what makes queries and keys has a bias."""
+        return self.in_proj.bias is not None
+
+    def put_graft(self: Any, entry: dict[str, Any], cache_place: int) -> None:
+        """Make room for the graft that an entry of the configuration describes. Its keys are at cache_place in a cache."""
+        if self.graft is not None:
+            raise ValueError(f"layer {entry['layer']} is grafted twice")
+        if max(entry["heads"]) >= self.num_heads:
+            raise ValueError(
+                f"layer {entry['layer']} has heads 0 to {self.num_heads - 1}, and its graft names {entry['heads']}"
+            )
+        self.graft, self.cache_place = self.graft_class(self, entry), cache_place
+
+    def project(
+        self, hidden: Tensor, cache: Cache | None = None, mask: Tensor | None = None, packing: Packing | None = None
+    ) -> Streams:
+        """The first step. mask (b, t) bool: which of these tokens exist. Updates the cache's state of the convolution."""
+        raise NotImplementedError
+
+    def scan(self, streams: Streams, cache: Cache | None = None, packing: Packing | None = None) -> Tensor:
+        """The recurrence of all heads, a skip included: (b, t, h, p). Updates the cache's state."""
+        raise NotImplementedError
+
+    def finish(self, y: Tensor, gate: Tensor) -> Tensor:
+        """Norm, gate and output projection: y (b, t, h, p) -> (b, t, d)."""
+        raise NotImplementedError
+
+    def query_key_rows(self, make: Callable[[nn.Module], Tensor]) -> dict[str, list[Tensor | None]]:
+        """What a graft's queries ("q") and keys ("k") start from: weight (groups, n, inputs) and bias (groups, n) of what projects
+        them, weight (groups, n, 1, taps) and bias of their convolution; None for what there is not. make: gives the weight of a
+        module in floating point."""
+        raise NotImplementedError
+
+    def prepare(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """What the base does to queries and keys (b, t, pairs, width) before they meet; nothing, unless a subclass says so."""
+        return q, k
+
+    def forward(
+        self: Any,
+        hidden_states: Tensor,
+        cache_params: Cache | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        packing: Packing | None = None,
+        **_: Any,
+    ) -> Tensor:
+        """(b, t, d) -> (b, t, d). attention_mask (b, t): which of these tokens exist. past_key_values: cache_params' other name."""
+        cache = past_key_values if cache_params is None else cache_params
+        mask = None if attention_mask is None else attention_mask.bool()
+        streams = self.project(hidden_states, cache, mask, packing)
+        y = self.scan(streams, cache, packing)
+        if self.tap is not None:
+            y = self.tap(self, streams, y)
+        if self.graft is not None and self.graft_enabled:
+            y = self.graft(self, hidden_states, streams, y, cache, mask, packing)
+        return self.finish(y, streams.gate)
+
+
+def convolve(
+    x: Tensor,
+    conv: Any,
+    activation: str,
+    cache: Cache | None,
+    place: int,
+    mask: Tensor | None,
+    packing: Packing | None,
+) -> Tensor:
+    """x (b, t, c) behind its short causal convolution (an nn.Conv1d) and activation, 0 on padding before and after.
+
+    What the cache holds at `place` of earlier tokens stands before x; then it holds each row's last tokens that exist, so that a
+    prompt may be padded on the right as well.
+    """
+    hook = getattr(
+        conv, "_hf_hook", None
+    )  # of accelerate, which fetches weights for a module that is called, and this one is not
+    if hook is not None:
+        hook.pre_forward(conv)
+    t, silu = x.shape[1], activation in SILU
+    x = x if mask is None else x.masked_fill(~mask[..., None], 0)
+    if cache is not None:
+        taps = conv.kernel_size[0]
+        x = cache.update_conv_state(x.transpose(1, 2), place, conv_kernel_size=taps).transpose(1, 2)
+        if mask is not None:
+            last = torch.where(mask, torch.arange(1, t + 1, device=x.device), 0).amax(-1)  # 0: none of these tokens exists
+            at = (x.shape[1] - t + last)[:, None] + torch.arange(-taps, 0, device=x.device)
+            window = x.gather(1, at.clamp_min(0)[..., None].expand(-1, -1, x.shape[2])).masked_fill((at < 0)[..., None], 0)
+            cache.layers[place].conv_states[0].copy_(window.transpose(1, 2))
+    y = causal_conv(x, conv.weight, conv.bias, t, silu, packing=packing)
+    if hook is not None:
+        hook.post_forward(conv, None)
+    if not silu and activation != "identity":
+        y = ACT2FN[activation](y)
+    return y if mask is None else y.masked_fill(~mask[..., None], 0)
+
+
+def make_room(cache: Cache, layers: int, grafts: int, length: int | None = None) -> None:
+    """Let the cache of a model with so many layers have two more for each graft: one for its keys, values and convolution, and one
+    for what is added to the scores of these keys. As layers of the cache they are reordered and moved as all others are. length: of
+    a static cache that has no keys of its own, which does not know it. Raises ValueError for a cache that was made for another
+    model."""
+    while len(cache.layers) < layers:
+        if cache.layer_class_to_replicate is None:
+            raise ValueError(
+                f"the cache has {len(cache.layers)} layers and the model {layers}: use DynamicCache(config=model.config)"
+            )
+        cache.layers.append(cache.layer_class_to_replicate())
+    if len(cache.layers) > layers or not grafts:
+        return
+    length = next((layer.max_cache_len for layer in cache.layers if isinstance(layer, StaticLayer)), length)
+    for _ in range(grafts):
+        if length is None:
+            cache.layers += [LinearAttentionAndFullAttentionLayer(), DynamicLayer()]
+        else:
+            cache.layers += [LinearAttentionAndStaticFullAttentionLayer(length), StaticLayer(length)]
+
+
+def remember(
+    cache: Cache, place: int, k: Tensor, v: Tensor, bias: Tensor | None, mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys, values and what is added to the scores of the past and of these tokens, which the cache then holds. bias (b, heads, t),
+    or None for 0; where the mask (b, t) is False, no token exists, and it is -inf."""
+    bias = k.new_zeros(len(k), 1, k.shape[2], dtype=torch.promote_types(k.dtype, torch.float32)) if bias is None else bias
+    bias = bias if mask is None else bias.masked_fill(~mask[:, None], -torch.inf)
+    k, v = cache.update(k, v, place)
+    bias, _ = cache.update(bias[..., None], bias[..., None][..., :0], place + 1)
+    length = int(cache.get_seq_length(place))  # a static cache is longer than what it holds
+    return k[:, :, :length], v[:, :, :length], bias[:, :, :length, 0]
+
+
+def take(x: Tensor, places: Sequence[int], dim: int) -> Tensor:
+    """x at these places along `dim`."""
+    first, number = places[0], len(places)
+    if list(places) == list(range(first, first + number)):
+        return x.narrow(dim, first, number)
+    return x.index_select(dim, constant(tuple(places), x.device, torch.long))
+
+
+def constant(values: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Numbers as a vector, copied to a device once and not in every step of decoding."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        return torch.tensor(values, device=device, dtype=dtype)
+    return _constant(values, device, dtype)
+
+
+@lru_cache(maxsize=1024)
+def _constant(values: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
+    with torch.inference_mode(False):  # it may be saved for a backward pass later
+        return torch.tensor(values, device=device, dtype=dtype)
+
+
+def is_plain(weight: Tensor) -> bool:
+    """Whether a weight is what its module multiplies by: not integers, and not float8 beside its scales."""
+    return weight.is_floating_point() and weight.itemsize >= 2

@@ -1,0 +1,186 @@
+"""What the language models of all hybrids have in common, whatever their mixers are."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, Cache
+from transformers.cache_utils import StaticCache
+
+from .graft import GraftMixer, make_room
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family of bases that can be grafted: one file, named as the base's model_type, with `FAMILY`.
+
+    base: the stock language model. hybrid: ours; its config_class is the hybrid's. mixer: of its layers.
+    """
+
+    base: Any
+    hybrid: Any
+    mixer: type[GraftMixer]
+
+    @property
+    def model_type(self) -> str:
+        """Of the base's configuration; the hybrid's is the same with "_hybrid", unless base and hybrid are one class."""
+        return self.base.config_class.model_type
+
+    def register(self, backbone: Any) -> "Family":
+        """Tell transformers the classes: folders load by the Auto classes, and saving one writes the code along."""
+        config, model = self.hybrid.config_class, self.hybrid
+        AutoConfig.register(config.model_type, config, exist_ok=True)
+        AutoModel.register(config, backbone, exist_ok=True)
+        AutoModelForCausalLM.register(config, model, exist_ok=True)
+        config.register_for_auto_class()
+        backbone.register_for_auto_class("AutoModel")
+        model.register_for_auto_class("AutoModelForCausalLM")
+        return self
+
+
+def complete_config(config: Any, module: str) -> None:
+    """What the configuration of a hybrid holds beside its base's fields: a list of grafts, and the classes of its exported code in
+    the file `module`, because a folder that it is read from may name a stranger's."""
+    config.grafts = list(config.grafts or [])
+    name = type(config).__name__.removesuffix("Config")
+    kinds = {"AutoConfig": "Config", "AutoModel": "Model", "AutoModelForCausalLM": "ForCausalLM"}
+    config.auto_map = {auto: f"{module}.{name}{kind}" for auto, kind in kinds.items()}
+
+
+class GraftedModel:
+    """A mixin before a model of transformers whose mixers may hold grafts, with a language model's head or without. Where all mixers
+    are there, __init__ calls put_grafts."""
+
+    def put_grafts(self: Any) -> None:
+        """Make room for all grafts of the configuration."""
+        for index in range(len(self.config.grafts)):
+            self.put_graft(index)
+
+    def put_graft(self: Any, index: int) -> None:
+        """Make room for one graft of the configuration."""
+        entry = self.config.grafts[index]
+        mixer = self.mixer_at(entry["layer"])
+        if entry["kind"] != "head":
+            raise ValueError(f"a graft of kind '{entry['kind']}' went with version 0.30")
+        if mixer is None:
+            raise ValueError(f"layer {entry['layer']} holds no mixer that can be grafted")
+        mixer.put_graft(entry, self.config.num_hidden_layers + 2 * index)
+
+    def mixer_at(self: Any, layer: int) -> Any:
+        """The mixer of a layer that can be grafted, or None."""
+        if not 0 <= layer < len(self.base_model.layers):
+            return None
+        return next((m for m in self.base_model.layers[layer].modules() if hasattr(m, "graft_enabled")), None)
+
+    @contextmanager
+    def disable_grafts(self: Any) -> Iterator[None]:
+        """`with hybrid.disable_grafts(): ...`: meanwhile the hybrid computes what its base computes, bit for bit. Grafts that the
+        base brought ("of_base" in their entries) stay. A cache that is filled meanwhile holds no keys, and is refused afterwards."""
+        grafted = [self.mixer_at(entry["layer"]) for entry in self.config.grafts if not entry.get("of_base")]
+        before = [m.graft_enabled for m in grafted]
+        try:
+            for mixer in grafted:
+                mixer.graft_enabled = False
+            yield
+        finally:
+            for mixer, enabled in zip(grafted, before, strict=True):
+                mixer.graft_enabled = enabled
+
+    def with_room(self: Any, cache: Cache | None, length: int | None = None) -> Cache | None:
+        """The cache, with layers for all grafts. length: of a static cache. Raises ValueError for one that holds tokens and not
+        the grafts' keys of them."""
+        layers = self.config.num_hidden_layers
+        if not isinstance(cache, Cache) or not self.config.grafts:
+            return cache
+        make_room(cache, layers, len(self.config.grafts), length)
+        read = any(getattr(layer, "has_previous_state", {}).get(0) for layer in cache.layers[:layers])
+        if read and not cache.layers[layers].is_initialized:
+            if any(self.mixer_at(entry["layer"]).graft_enabled for entry in self.config.grafts):
+                raise ValueError(
+                    "the cache was filled without the grafts, by the base or within disable_grafts(): begin a new one"
+                )
+        return cache
+
+
+class HybridLanguageModel(GraftedModel):
+    """A mixin before a language model of transformers."""
+
+    def graft_parameters(self: Any) -> dict[str, nn.Parameter]:
+        """The parameters of the grafts, by name: what splice added."""
+        return {name: p for name, p in self.named_parameters() if ".graft." in name}
+
+    def print_trainable_parameters(self: Any) -> None:
+        """Say how many parameters learn, as PEFT does."""
+        trainable, total = self.num_parameters(only_trainable=True), self.num_parameters()
+        print(f"trainable params: {trainable:,} || all params: {total:,} || trainable%: {100 * trainable / total:.4f}")
+
+    def __repr__(self: Any) -> str:
+        """In a line where the grafts are. The backbone shows its modules."""
+        heads = [f".H{','.join(map(str, graft['heads']))}" if graft.get("heads") else "" for graft in self.config.grafts]
+        sites = "; ".join(f"L{graft['layer']}{each}" for graft, each in zip(self.config.grafts, heads, strict=True))
+        what = f"attention at {sites}" if sites else "no grafts"
+        return f"<{type(self).__name__}: {what}; print(model.base_model) shows its modules>"
+
+    def prepare_inputs_for_generation(
+        self: Any,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        is_first_iteration: bool = False,
+        next_sequence_length: int | None = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """As in transformers, but the mask stays, and a text that an earlier turn's cache holds the beginning of is not read again:
+        its new tokens are. Where only the new tokens are given, and are more than the cache holds, a mask of the whole text has to
+        say so."""
+        cache = next((kwargs[name] for name in ("cache_params", "past_key_values") if kwargs.get(name) is not None), None)
+        if is_first_iteration and next_sequence_length is None and cache is not None and self.config.grafts:
+            given = kwargs.get("inputs_embeds") if kwargs.get("inputs_embeds") is not None else input_ids
+            seen, whole = int(cache.get_seq_length()), given.shape[1]
+            if 0 < seen < whole and (attention_mask is None or attention_mask.shape[1] == whole):
+                next_sequence_length = whole - seen
+        inputs = super().prepare_inputs_for_generation(  # type: ignore[misc]
+            input_ids,
+            attention_mask=attention_mask,
+            is_first_iteration=is_first_iteration,
+            next_sequence_length=next_sequence_length,
+            **kwargs,
+        )
+        if attention_mask is not None and inputs.get("attention_mask") is None:
+            inputs["attention_mask"] = attention_mask
+        return inputs
+
+    def _prepare_cache_for_generation(self: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any) -> Any:
+        """transformers names the cache of classes with "mamba" in their name `cache_params`, and looks for no other."""
+        name = "cache_params" if "mamba" in type(self).__name__.lower() else "past_key_values"
+        for other in ("cache_params", "past_key_values"):
+            if other != name and model_kwargs.get(other) is not None:
+                model_kwargs[name] = model_kwargs.pop(other)
+        made = super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)  # type: ignore[misc]
+        cache = model_kwargs.get(name)
+        length = max(args[-1], generation_config.max_cache_len or 0)
+        self.with_room(cache, length if isinstance(cache, StaticCache) else None)
+        return made
+
+    @classmethod
+    def is_custom_code(cls) -> bool:
+        """transformers skips the initialisation of some modules of foreign code, and does not give buffers their values that no
+        checkpoint holds. The modules here are its own, and grafts have no such buffers."""
+        return False
+
+
+def one_cache(cache_params: Cache | None, past_key_values: Cache | None) -> Cache | None:
+    """The cache, under whichever name it was given. Raises ValueError for two."""
+    if cache_params is not None and past_key_values is not None and cache_params is not past_key_values:
+        raise ValueError("cache_params and past_key_values are two names of one cache: give one of them")
+    return past_key_values if cache_params is None else cache_params
+
+
+def refuse_unknown(model: Any, given: Mapping[str, Any], known: tuple[str, ...]) -> None:
+    """Raise TypeError for a keyword argument of a forward that nothing here reads."""
+    for name in given:
+        if name not in known:
+            raise TypeError(f"{type(model).__name__}.forward() got an unexpected keyword argument '{name}'")
+    if given.get("output_attentions"):
+        raise ValueError("output_attentions: a hybrid returns no attention weights")

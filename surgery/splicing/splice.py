@@ -1,0 +1,216 @@
+"""adopt, splice and unsplice: the base's modules in containers of another class.
+
+Base and hybrid have containers of their own (the model, its blocks, its mixers) and share leaf modules and parameters. So a hybrid
+costs the memory of its grafts; what is hung on its modules, a LoRA, leaves the base alone; quantised and offloaded modules come as
+they are; and `unsplice` gives the base back bit for bit, unless somebody wrote into the shared weights (merging a LoRA does).
+"""
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from surgery.errors import UserError
+from surgery.modeling import FAMILIES, family_of
+from surgery.modeling.graft import ABSENT, NATS, ChannelGraft, is_plain
+from surgery.records.plan import Plan, Start
+from surgery.records.site import Site
+
+OWN = ("model_type", "architectures", "grafts", "auto_map", "layer_types")  # fields whose values differ between base and hybrid
+CHOSEN = ("_attn_implementation_internal", "_experts_implementation_internal", "_name_or_path")
+# Attributes of a quantised or offloaded model by which transformers and accelerate know how to save and move it.
+NOTES = ("hf_quantizer", "is_quantized", "quantization_method", "is_loaded_in_8bit", "is_loaded_in_4bit", "hf_device_map")
+NARROWEST = 32  # the least width of queries and keys, unless the plan says
+
+
+def adopt(model: Any) -> Any:
+    """The base in its hybrid's class with no graft, which computes what the base computes. A hybrid, and a model of no family, is
+    returned as it is."""
+    family = family_of(model.config)
+    if family is None or isinstance(model, family.hybrid):
+        return model
+    return contain(model, family.hybrid, convert(model.config, family.hybrid.config_class, []))
+
+
+def splice(model: Any, plan: Plan) -> Any:
+    """The hybrid of a base and a plan: the base's own modules, which no longer learn, and grafts with their first weights, which do.
+
+    The base may bring grafts in other layers. Raises UserError for a model of no family, and for sites that cannot be grafted.
+    """
+    family = family_of(model.config)
+    if family is None:
+        raise UserError(f"a {model.config.model_type} cannot be grafted; bases are {', '.join(sorted(FAMILIES))}")
+    brought = [{**entry, "of_base": True} for entry in getattr(model.config, "grafts", None) or ()]
+    for site in plan.sites:
+        if site.layer in {entry["layer"] for entry in brought}:
+            raise UserError(f"{site} holds a graft already; unsplice the model first")
+    hybrid = contain(model, family.hybrid, convert(model.config, family.hybrid.config_class, brought))
+    entries = [describe(hybrid, site, plan) for site in plan.sites]
+    for parameter in hybrid.parameters():
+        parameter.requires_grad_(False)
+    for entry in entries:
+        hybrid.config.grafts.append(entry)
+        hybrid.put_graft(len(hybrid.config.grafts) - 1)
+        mixer = hybrid.mixer_at(entry["layer"])
+        start(mixer, plan)
+        mixer.graft.to(mixer.out_proj.weight.device, graft_dtype(hybrid, mixer.out_proj)).train(model.training)
+    return hybrid
+
+
+def unsplice(hybrid: Any) -> Any:
+    """The base that a hybrid was made from, with the same modules and parameters, which learn again. Without adapters: those that
+    PEFT put into the hybrid stay there. Raises UserError for a model that is no hybrid."""
+    family = family_of(hybrid.config)
+    if family is None or not isinstance(hybrid, family.hybrid):
+        raise UserError(f"a {type(hybrid).__name__} is no hybrid; unsplice takes one, without PEFT's wrapper around it")
+    beneath = [{k: v for k, v in entry.items() if k != "of_base"} for entry in hybrid.config.grafts if entry.get("of_base")]
+    kind = family.hybrid if beneath else family.base
+    base = contain(hybrid, kind, convert(hybrid.config, kind.config_class, beneath), with_adapters=False)
+    for parameter in base.parameters():
+        if is_plain(parameter):
+            parameter.requires_grad_(True)
+    return base
+
+
+def describe(hybrid: Any, site: Site, plan: Plan) -> dict[str, Any]:
+    """The entry of the hybrid configuration's `grafts` for the heads of one layer. Raises UserError for a site that the model lacks,
+    and for a width below the state size."""
+    layers, mixer = hybrid.config.num_hidden_layers, hybrid.mixer_at(site.layer)
+    if site.layer >= layers:
+        raise UserError(f"the model has no site {site}: it has layers 0 to {layers - 1}")
+    if mixer is None:
+        raise UserError(f"{site} cannot be grafted: layer {site.layer} holds no SSM, whose heads become attention")
+    if max(site.heads) >= mixer.num_heads:
+        raise UserError(f"the model has no site {site}: layer {site.layer} has heads 0 to {mixer.num_heads - 1}")
+    starts = [plan.start(site.layer, head) for head in site.heads]
+    width = plan.width or max(NARROWEST, mixer.ssm_state_size)
+    if width < mixer.ssm_state_size:
+        raise UserError(f"width: {width} is below the state size of the model, {mixer.ssm_state_size}")
+    entry = {
+        "kind": "head",
+        "layer": site.layer,
+        "heads": list(site.heads),
+        "signs": [each.sign for each in starts],
+        "width": width,
+        "time_step": mixer.has_time_step,
+        "gated": True,
+        "null": any(each.null is not None for each in starts),
+        "closed_below": plan.closed_below,
+    }
+    if issubclass(mixer.graft_class, ChannelGraft):  # channels that start alike share a query-key pair
+        pairs: dict[Start, list[int]] = {}
+        for place, each in enumerate(starts):
+            pairs.setdefault(each, []).append(place)
+        entry |= {"pairs": list(pairs.values()), "signs": [each.sign for each in pairs]}
+    return entry
+
+
+@torch.no_grad()
+def start(mixer: Any, plan: Plan) -> None:
+    """The dual start of a graft: queries are the base's C and keys its B, or what takes their place there. Dimensions beyond the
+    state size begin with random queries and zero keys, which add exactly nothing to the scores."""
+    graft, layer = mixer.graft, mixer.layer_idx
+    groups = [head // (mixer.num_heads // mixer.n_groups) for head in graft.heads]
+    firsts = graft.heads
+    if isinstance(graft, ChannelGraft):
+        firsts = [graft.heads[places[0]] for places in graft.pairs]
+        groups = [0] * len(firsts)
+    starts = [plan.start(layer, head) for head in firsts]
+    graft.log_tau.copy_(torch.tensor([each.tau for each in starts]).log())
+    graft.gate.fill_(plan.gate)
+    if graft.null is not None:
+        graft.null.copy_(torch.tensor([ABSENT if each.null is None else each.null / NATS for each in starts]))
+    random = torch.Generator().manual_seed(plan.seed * 1009 + layer)
+    rows = mixer.query_key_rows(dense)
+    half = len(starts) * graft.width
+    for side, part, proj in (("q", slice(0, half), graft.q_proj), ("k", slice(half, 2 * half), graft.k_proj)):
+        weight, bias, taps, taps_bias = rows[side]
+        widen(proj.weight, weight, groups, weight.std().item() if side == "q" else 0.0, random)
+        if taps is not None:
+            widen(graft.qk_conv.weight[part], taps, groups, taps.std().item(), random)
+        if bias is not None:
+            widen(proj.bias, bias, groups, 0.0, random)
+        if taps_bias is not None:
+            widen(graft.qk_conv.bias[part], taps_bias, groups, 0.0, random)
+
+
+def widen(target: Tensor, base: Tensor, groups: list[int], extra: float, random: torch.Generator) -> None:
+    """Fill `target` (pairs * width, ...) from `base` (groups, n, ...): each pair from its group; the dimensions beyond n are
+    normal with standard deviation `extra`."""
+    view = target.view(len(groups), -1, *target.shape[1:])
+    view.copy_(torch.randn(view.shape, generator=random) * extra)
+    view[:, : base.shape[1]] = base[groups].to(view.device, view.dtype)
+
+
+def contain(source: Any, kind: Any, config: Any, with_adapters: bool = True) -> Any:
+    """A model of another class around the modules and parameters of `source`, by name. with_adapters: or the modules that PEFT has
+    wrapped. Raises UserError for what the source lacks."""
+    with torch.device("meta"):
+        model = kind(config)
+    modules = dict(source.named_modules())
+    for name, module in list(model.named_modules()):
+        theirs = modules.get(name)
+        if theirs is None:
+            raise UserError(f"the {source.config.model_type} lacks the module '{name}' of a {config.model_type}")
+        if next(module.children(), None) is None:
+            model.set_submodule(name, theirs if with_adapters else unwrapped(theirs))
+            continue
+        for leaf in list(module._parameters):
+            module._parameters[leaf] = theirs._parameters[leaf]
+        for leaf in list(module._buffers):
+            module._buffers[leaf] = theirs._buffers[leaf]
+        if (hook := getattr(theirs, "_hf_hook", None)) is not None:
+            take_hook(module, hook)
+    for note in NOTES:
+        if note in vars(source):
+            setattr(model, note, vars(source)[note])
+    model.generation_config = copy.deepcopy(getattr(source, "generation_config", None))
+    return model.train(source.training)
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """What PEFT has wrapped, if it has."""
+    while (inner := getattr(module, "base_layer", getattr(module, "original_module", None))) is not None:
+        module = inner
+    return module
+
+
+def take_hook(module: nn.Module, hook: Any) -> None:
+    """Give a container accelerate's hook of the container whose tensors it took: they are then fetched from the same place."""
+    from accelerate.hooks import add_hook_to_module  # whoever has a hook has accelerate
+
+    own = copy.copy(hook)
+    if hasattr(own, "hooks"):  # several in a row
+        own.hooks = tuple(map(copy.copy, own.hooks))
+    add_hook_to_module(module, own)
+
+
+def convert(config: Any, kind: Any, grafts: list[dict[str, Any]]) -> Any:
+    """A configuration of another class, with the fields that a base and its hybrid have in common."""
+    fields = {name: value for name, value in copy.deepcopy(config.to_dict()).items() if name not in OWN}
+    if "grafts" in getattr(kind, "__dataclass_fields__", {}):
+        fields["grafts"] = grafts
+    other = kind(**fields)
+    for name in CHOSEN:
+        if (value := getattr(config, name, None)) is not None:
+            setattr(other, name, value)
+    return other
+
+
+def graft_dtype(model: Any, module: nn.Module) -> torch.dtype:
+    """The dtype of a graft beside a module."""
+    weight: Any = module.weight
+    return weight.dtype if is_plain(weight) else model.dtype
+
+
+def dense(module: Any) -> Tensor:
+    """The weight (out, in) of a linear module in floating point: its own, or what its integers stand for. Raises UserError if they
+    are of another method than bitsandbytes."""
+    if is_plain(module.weight):
+        return module.weight
+    if type(module.weight).__name__ not in ("Int8Params", "Params4bit"):
+        raise UserError(f"a base quantised as {type(module).__name__} cannot be grafted; use bitsandbytes, or floating point")
+    from transformers.integrations.bitsandbytes import dequantize_bnb_weight
+
+    return dequantize_bnb_weight(module.weight, getattr(module, "state", None)).reshape(module.out_features, -1)
