@@ -1,0 +1,170 @@
+"""export: a hybrid as a folder that others can load, proved equal in a fresh process before it takes its place."""
+
+import importlib
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from surgery.errors import UserError
+from surgery.exporting.card import write_card
+from surgery.exporting.origin import Origin, find_origin
+from surgery.exporting.proof import NEW, Proof, prove, start_reader
+from surgery.exporting.tokenizer import save_tokenizer
+from surgery.models.digests import fingerprint
+from surgery.records.plan import Plan
+from surgery.records.record import Record, installed_version
+from surgery.records.report import Report
+from surgery.runtime.files import MANIFEST, file_digest, open_output, write_text
+from surgery.runtime.progress import say
+
+RECORD, PLAN, REPORT = "export.json", "plan.json", "report.json"
+# Format -> where its writer is: write(hybrid, tokenizer, folder, **options). "hf" and "patch" are read back by the proof here;
+# the others, for other programs, prove themselves.
+FORMATS = {
+    "hf": "exporting.export:write_hf",
+    "patch": "exporting.patch:write_patch",
+    "nemotron_h": "serving.nemotron_h:export_nemotron_h",
+    "mamba_ssm": "serving.mamba_ssm:export_mamba_ssm",
+    "gguf": "serving.gguf:export_gguf",
+}
+READERS = {"hf": "transformers", "patch": "surgery"}
+HEAD = """\
+# Needs transformers 5.20 or newer, and torch 2.6 or newer. Older versions copy only files that are imported here.
+import transformers as _transformers
+
+if tuple(map(int, _transformers.__version__.split(".")[:2])) < (5, 20):
+    raise ImportError(f"this model's code needs transformers 5.20 or newer; this is {_transformers.__version__}")
+"""
+
+
+class Export(Record):
+    """export.json: what a folder is, and how it was verified."""
+
+    format: str
+    toolkit: str
+    created: str
+    model_type: str
+    base: Origin
+    fingerprint: str
+    """Of the live model, and so of what its reader loads."""
+    parameters: int
+    """How many numbers the grafts hold."""
+    proof: Proof | None
+    """None: its format is for another program."""
+    files: dict[str, str]
+    """sha256 of everything in the folder but this record and the card."""
+
+
+def export(
+    hybrid: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    out: str | Path,
+    *,
+    format: str = "hf",
+    plan: Plan | None = None,
+    report: Report | None = None,
+    base: str | Path | None = None,
+    verify: str = "quick",
+    overwrite: bool = False,
+    **options: Any,
+) -> Proof | None:
+    """Write a hybrid into a folder, and return how a fresh process proved that the folder is the live model.
+
+    format: one of FORMATS. plan, report: travel with it; the report must have measured these weights. base: the base's folder
+    or Hub id, by default what the plan's provenance names. verify: "quick" or "full" (64 greedy tokens, always in float32).
+    options: of the format, such as max_shard_size="5GB" of hf. Raises UserError, and leaves the folder as it was, if anything
+    fails.
+    """
+    check_export(hybrid, format, verify, report)
+    inputs = [] if base is None else [base]
+    with open_output(out, inputs, overwrite=overwrite) as output, output.new_folder(".") as folder:
+        proof = write_export(
+            hybrid, tokenizer, folder, Path(out), format=format, plan=plan, report=report, base=base, verify=verify, **options
+        )
+    return proof
+
+
+def check_export(hybrid: PreTrainedModel, format: str, verify: str, report: Report | None) -> None:
+    """Raise UserError for what cannot be exported, before anything is written."""
+    if format not in FORMATS:
+        raise UserError(f"there is no format '{format}'; there are {', '.join(FORMATS)}")
+    if verify not in NEW:
+        raise UserError(f"verify is '{verify}'; take {' or '.join(NEW)}")
+    if hasattr(hybrid, "peft_config"):
+        raise UserError("the model has unmerged adapters of peft; export model.merge_and_unload()")
+    if report is not None and fingerprint(hybrid) not in {model.fingerprint for model in report.models.values()}:
+        raise UserError("the report measured other weights than these; bench what is to be exported")
+
+
+def write_export(
+    hybrid: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    home: Path,
+    *,
+    format: str = "hf",
+    plan: Plan | None = None,
+    report: Report | None = None,
+    base: str | Path | None = None,
+    verify: str = "quick",
+    **options: Any,
+) -> Proof | None:
+    """Fill an empty folder with an export, and prove it. home: where the folder will lie. The rest is as in export()."""
+    place = base if base is not None else plan.provenance.base if plan is not None and plan.provenance else "unknown"
+    with start_reader(hybrid) as process:
+        if format == "patch":
+            options |= {"base": place, "home": home}
+        writer_of(format)(hybrid, tokenizer, folder, **options)
+        if plan is not None:
+            plan.write(folder / PLAN)
+        if report is not None:
+            report.write(folder / REPORT)
+        reader, proof = READERS.get(format), None
+        if reader is not None:
+            proof = prove(process, hybrid, len(tokenizer), folder, reader=reader, verify=verify)
+            say(f"export: {proof}")
+    record = Export(
+        format=format,
+        toolkit=installed_version("mamba-surgery"),
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        model_type=hybrid.config.model_type,
+        base=find_origin(place, home),
+        fingerprint=fingerprint(hybrid),
+        parameters=sum(p.numel() for p in getattr(hybrid, "graft_parameters", dict)().values()),
+        proof=proof,
+        files=list_files(folder),
+    )
+    record.write(folder / RECORD)
+    write_card(folder, record, home.resolve().name, plan, report)
+    return proof
+
+
+def writer_of(format: str) -> Callable[..., None]:
+    """The function that writes a format."""
+    module, _, function = FORMATS[format].partition(":")
+    return getattr(importlib.import_module(f"surgery.{module}"), function)
+
+
+def write_hf(hybrid: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, *, max_shard_size: str = "5GB") -> None:
+    """A complete Hugging Face folder, with the modeling code for where this package is not installed."""
+    try:
+        hybrid.save_pretrained(folder, max_shard_size=max_shard_size)
+    except ValueError as error:
+        raise UserError(f"cannot write the weights: {' '.join(str(error).split())}") from error
+    save_tokenizer(tokenizer, folder)
+    code = sorted(path.stem for path in folder.glob("*.py"))
+    entries = {target.partition(".")[0] for target in getattr(hybrid.config, "auto_map", {}).values()}
+    for entry in entries & set(code):
+        imports = "".join(f"from .{each} import __name__ as _\n" for each in code if each != entry)
+        path = folder / f"{entry}.py"
+        write_text(path, f"{HEAD}\n{imports}\n{path.read_text(encoding='utf-8')}")
+
+
+def list_files(folder: Path) -> dict[str, str]:
+    """sha256 of every file of an export but its record, its card and what this machine notes about it."""
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file() and not path.name.startswith(MANIFEST[:14]))
+    named = {path.relative_to(folder).as_posix(): path for path in files}
+    return {name: file_digest(path) for name, path in named.items() if name not in (RECORD, "README.md")}

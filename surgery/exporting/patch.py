@@ -1,0 +1,195 @@
+"""A patch: all that surgery changed in a base, small enough for a mail, and how it is joined to the base again.
+
+patch.safetensors holds the tensors that the hybrid has and the base has not, or not with these values; patch.json says what else
+differs, and which base it belongs to, tensor by tensor. A base in another precision is another base. Patches of version 0.30
+(schema 3) are read.
+"""
+
+import copy
+import hashlib
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Literal
+
+import pydantic
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from surgery.errors import UserError
+from surgery.exporting.origin import Origin, find_origin
+from surgery.exporting.tokenizer import save_tokenizer
+from surgery.modeling import family_of
+from surgery.models.load import load
+from surgery.records.record import Record
+from surgery.runtime.files import file_digest, read_text
+from surgery.splicing.splice import adopt
+
+RECORD, WEIGHTS = "patch.json", "patch.safetensors"
+# Fields of a configuration that differ though the model does not, or that name code.
+BOOKKEEPING = {
+    "model_type", "architectures", "grafts", "auto_map", "layer_types", "transformers_version", "dtype", "torch_dtype",
+    "name_or_path", "_name_or_path", "_attn_implementation",
+}  # fmt: skip
+HASHES = 4  # threads
+
+
+class Patch(Record):
+    """patch.json."""
+
+    model_config = pydantic.ConfigDict(extra="ignore", frozen=True, use_attribute_docstrings=True)
+
+    schema_version: Literal[3, 4] = 4
+    base: Origin
+    dtype: str
+    """Of the hybrid; the base's tensors are converted to it."""
+    grafts: list[dict[str, Any]]
+    """Of the hybrid's configuration."""
+    config: dict[str, Any]
+    """Other fields of the hybrid's configuration that differ from the base's."""
+    removed: tuple[str, ...]
+    """The base's tensors that the hybrid has no place for."""
+    base_tensors: dict[str, str]
+    """Name -> "dtype shape sha256" of every tensor of the base, tied ones once."""
+    weights: str
+    """sha256 of patch.safetensors."""
+
+
+def write_patch(
+    hybrid: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, *, base: str | Path, home: Path
+) -> None:
+    """Write the patch of a hybrid to its base. base: the base's folder or Hub id. home: where `folder` will lie."""
+    original, words = load(base)
+    if getattr(original.config, "grafts", None):
+        raise UserError(f"{base} holds grafts, so it is no base for a patch; name the base with --base")
+    before, after = unique_tensors(original), unique_tensors(hybrid)
+    changed = {
+        name: tensor.contiguous().clone()
+        for name, tensor in after.items()
+        if name not in before or not _same(before[name].to(hybrid.dtype), tensor)
+    }
+    save_file(changed, folder / WEIGHTS, metadata={"format": "pt"})
+    if words.get_vocab() != tokenizer.get_vocab() or words.chat_template != tokenizer.chat_template:
+        save_tokenizer(tokenizer, folder)
+    theirs, fields = original.config.to_dict(), hybrid.config.to_dict()
+    Patch(
+        base=find_origin(base, home),
+        dtype=str(hybrid.dtype).removeprefix("torch."),
+        grafts=fields["grafts"],
+        config={name: value for name, value in fields.items() if name not in BOOKKEEPING and theirs.get(name) != value},
+        removed=tuple(name for name in before if name not in after),
+        base_tensors=tensor_digests(before),
+        weights=file_digest(folder / WEIGHTS),
+    ).write(folder / RECORD)
+    config = copy.deepcopy(hybrid.config)  # by config.json an engine knows what to build; it names no code
+    config.architectures, config.auto_map = [type(hybrid).__name__], {}
+    config.to_json_file(folder / "config.json")
+
+
+def join_patch(folder: str | Path, base: str | Path | None = None, **options: Any) -> tuple[PreTrainedModel, Any]:
+    """(the hybrid of a patch and its base, the tokenizer). base: where the base is, if not where the patch says. options: of
+    load(). Raises UserError if the patch is damaged or belongs to another base."""
+    folder = Path(folder)
+    patch = Patch.read(folder / RECORD)
+    place = patch.base.place(folder) if base is None else base
+    if not patch.base.hub and not Path(place).is_dir():
+        raise UserError(f"{folder} is a patch on {patch.base.name}, which is not here; say where its base is (--base)")
+    original, tokenizer = load(place, **options)
+    if (folder / "tokenizer_config.json").exists():
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    weights = _read_weights(folder, patch)
+    check_base(patch, unique_tensors(original))
+    return _join(patch, weights, original, folder), tokenizer
+
+
+def check_base(patch: Patch, tensors: dict[str, Tensor]) -> None:
+    """Raise UserError, by its name, for the first tensor of a base that is not the one which the patch was made for."""
+    refused = f"this is not the base that the patch was made for ({patch.base.name})"
+    if strays := sorted(tensors.keys() ^ patch.base_tensors.keys()):
+        raise UserError(f"{refused}: {'it lacks' if strays[0] in patch.base_tensors else 'the patch knows no'} '{strays[0]}'")
+    for name, digest in tensor_digests(tensors).items():
+        if digest != patch.base_tensors[name]:
+            raise UserError(f"{refused}: the tensor '{name}' differs (a copy in another precision is another base)")
+
+
+def _join(patch: Patch, weights: dict[str, Tensor], original: PreTrainedModel, folder: Path) -> PreTrainedModel:
+    """The hybrid: the base's own modules in the hybrid's class, with the patch's grafts and values."""
+    unknown = sorted(name for name in patch.config if name in BOOKKEEPING or name not in original.config.to_dict())
+    if unknown:
+        raise UserError(f"{folder / RECORD} changes '{unknown[0]}' of the configuration, which is no field of the base's")
+    family = family_of(original.config)
+    if family is None:
+        raise UserError(f"a {original.config.model_type} cannot be grafted, so {folder} is no patch for it")
+    config = copy.deepcopy(adopt(original).config)
+    for name, value in patch.config.items():
+        setattr(config, name, value)
+    config.grafts = patch.grafts
+    dtype = getattr(torch, patch.dtype)
+    with torch.device("meta"):
+        hybrid = family.hybrid(config)
+    values = original.to(dtype).state_dict() | weights
+    state = hybrid.state_dict()
+    if wrong := sorted(name for name, tensor in state.items() if name not in values or values[name].shape != tensor.shape):
+        raise UserError(f"{folder / WEIGHTS} does not fit {RECORD}: the tensor '{wrong[0]}' is missing or has another shape")
+    if strays := sorted(weights.keys() - state.keys()):
+        raise UserError(f"{folder / WEIGHTS} holds a tensor that the hybrid has no place for, '{strays[0]}'")
+    hybrid.load_state_dict({name: values[name] for name in state}, assign=True)
+    buffers = dict(original.named_buffers())
+    for name, buffer in list(hybrid.named_buffers()):  # those that no checkpoint holds
+        if buffer.is_meta:
+            owner, _, leaf = name.rpartition(".")
+            hybrid.get_submodule(owner).register_buffer(leaf, buffers[name], persistent=False)
+    hybrid.tie_weights()
+    hybrid.generation_config = original.generation_config
+    for name, parameter in hybrid.named_parameters():
+        parameter.requires_grad_(".graft." in name)
+    return hybrid.eval()
+
+
+def unique_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
+    """All tensors that a model's folder holds, by name; tied ones once."""
+    named = dict(model.named_parameters())
+    saved = model.state_dict()
+    return named | {name: buffer for name, buffer in model.named_buffers() if name in saved}
+
+
+def tensor_digests(tensors: dict[str, Tensor]) -> dict[str, str]:
+    """Name -> "float32 1536x768 sha256", of the description and the bytes."""
+    with ThreadPoolExecutor(HASHES) as threads:  # hashing lets other threads run
+        return dict(zip(tensors, threads.map(_digest, tensors.values()), strict=True))
+
+
+def _digest(tensor: Tensor) -> str:
+    what = f"{str(tensor.dtype).removeprefix('torch.')} {'x'.join(map(str, tensor.shape))} "
+    total = hashlib.sha256(what.encode())
+    total.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return what + total.hexdigest()
+
+
+def _same(first: Tensor, second: Tensor) -> bool:
+    """Bit for bit."""
+    if (first.dtype, first.shape) != (second.dtype, second.shape):
+        return False
+    if first.data_ptr() == second.data_ptr():
+        return True
+    return torch.equal(*(t.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for t in (first, second)))
+
+
+def _read_weights(folder: Path, patch: Patch) -> dict[str, Tensor]:
+    path = folder / WEIGHTS
+    try:
+        if file_digest(path) != patch.weights:
+            raise UserError(f"{path} is damaged: it is not the file that {RECORD} describes")
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"cannot read {path}: {error}") from error
+
+
+def is_patch(name: str | Path) -> bool:
+    """Whether a folder holds a patch."""
+    return (Path(name) / RECORD).is_file()

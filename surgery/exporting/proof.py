@@ -1,0 +1,123 @@
+"""Proving an export: a process of its own reads it back as its users will, and answers as the live model does.
+
+Equal tensors do not give equal logits to the last bit: a sum is taken in another order where a matrix lies at another place in
+memory, or another kernel serves. So tensors are compared bit for bit, and logits within what rounding explains.
+"""
+
+import copy
+import json
+import math
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from safetensors.torch import load
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from surgery.errors import UserError
+from surgery.exporting import fresh
+from surgery.records.record import Record
+from surgery.runtime.processes import FreshPython
+
+NEW = {"quick": 8, "full": 64}  # greedy tokens
+LEAST = 3e-5  # what rounds is larger than logits that are nearly zero, as of a random model
+TIMES = 8.0  # models of 1 to 32 layers lie, after 1 to 1,500 tokens, at most a quarter of this from float64
+WIDE = 2**32  # bytes in float32 up to which a model of 16 bits is compared in float32
+
+
+class Proof(Record):
+    """How an export was verified."""
+
+    verify: str
+    """quick or full."""
+    reader: str
+    """What read it back: transformers, with the code in the folder and without this package; or surgery."""
+    version: str
+    """Of the reader."""
+    dtype: str
+    """What both sides computed in."""
+    tensors: int
+    """How many were compared, bit for bit."""
+    prompts: tuple[int, ...]
+    """Tokens of the prompts."""
+    tokens: int
+    """Greedy tokens that were compared after each prompt, with a cache, in one left-padded batch."""
+    difference: float
+    """The largest difference of logits."""
+    tolerance: float
+    """What rounding explains."""
+    laws: tuple[str, ...] = ()
+    """Laws of a recurrent state that the live model keeps (`surgery check`)."""
+
+    def __str__(self) -> str:
+        hidden = " without this package" if self.reader == "transformers" else ""
+        laws = f"; {len(self.laws)} laws of its state hold" if self.laws else ""
+        return (
+            f"read back in a fresh process by {self.reader} {self.version}{hidden}: all {self.tensors} tensors are the live model's, "
+            f"logits differ by at most {self.difference:.2g} (rounding explains {self.tolerance:.2g}), and {self.tokens} greedy "
+            f"tokens after each of {len(self.prompts)} prompts are the same{laws}"
+        )
+
+
+def start_reader(hybrid: PreTrainedModel) -> FreshPython:
+    """The process that will read the export back; it starts before the export is written."""
+    return FreshPython(Path(fresh.__file__), gpu=hybrid.device.type == "cuda")
+
+
+def prove(process: FreshPython, hybrid: PreTrainedModel, vocabulary: int, folder: Path, *, reader: str, verify: str) -> Proof:
+    """Compare what a fresh process reads back from `folder` with the live model.
+
+    vocabulary: prompts are made of token ids below it. Raises UserError if the folder cannot be read, or is another model.
+    """
+    new, dtype = NEW[verify], _dtype(hybrid, verify)
+    request = {"folder": str(folder.resolve()), "reader": reader, "dtype": dtype, "device": str(hybrid.device), "new": new}
+    output = process.ask(request)
+    theirs = load(output)
+    header = json.loads(output[8 : 8 + int.from_bytes(output[:8], "little")])["__metadata__"]
+    sums = fresh.checksums(hybrid)
+    if wrong := sorted(name for name in sums.keys() | header.keys() if sums.get(name) != header.get(name)):
+        raise UserError(f"what was read back is not what was written: the tensor '{wrong[0]}' differs; nothing was written")
+    live = hybrid if str(hybrid.dtype) == f"torch.{dtype}" else copy.deepcopy(hybrid).to(getattr(torch, dtype))
+    mode = hybrid.training
+    ours = fresh.answer(live, vocabulary, new)
+    hybrid.train(mode)
+    allowed = tolerance(ours, getattr(torch, dtype), hybrid.config.num_hidden_layers)
+    difference = compare_answers(ours, theirs, allowed)
+    if not difference <= allowed:
+        raise UserError(f"what was read back is not the live model: its logits differ by {difference:.3g}; nothing was written")
+    package = "transformers" if reader == "transformers" else "mamba-surgery"
+    return Proof(
+        verify=verify, reader=reader, version=version(package), dtype=dtype, tensors=len(sums), prompts=fresh.LENGTHS,
+        tokens=new, difference=difference, tolerance=allowed,
+    )  # fmt: skip
+
+
+def _dtype(hybrid: PreTrainedModel, verify: str) -> str:
+    """float32, in which a defect stands out; for large models of 16 bits their own, unless the proof is to be full."""
+    wide = 4 * sum(parameter.numel() for parameter in hybrid.parameters())
+    return "float32" if verify == "full" or wide <= WIDE else str(hybrid.dtype).removeprefix("torch.")
+
+
+def tolerance(answers: dict[str, Tensor], dtype: torch.dtype, layers: int) -> float:
+    """How far two correct computations may lie apart. It grows with the logits, and, as independent errors do, with the roots of
+    the number of layers and of the number of tokens that a state or an attention sums over."""
+    largest = max(value.abs().max().item() for name, value in answers.items() if name != "tokens")
+    length = max(fresh.LENGTHS) + answers["tokens"].shape[1]
+    eps = torch.finfo(dtype).eps
+    return LEAST * eps / torch.finfo(torch.float32).eps + TIMES * eps * largest * (1 + length**0.5) * layers**0.5
+
+
+def compare_answers(ours: dict[str, Tensor], theirs: dict[str, Tensor], allowed: float) -> float:
+    """The largest difference of logits. A row of greedy tokens is compared up to the first one that differs; where that is no
+    tie within `allowed`, the difference is infinite, as it is where a logit is not a number."""
+    same = ours["tokens"] == theirs["tokens"]
+    before = torch.cat([torch.ones_like(same[:, :1]), same.int().cumprod(dim=1).bool()[:, :-1]], dim=1)
+    for row, step in (~same & before).nonzero().tolist():
+        logits = ours["batch"][row, step]
+        if logits.max() - logits[theirs["tokens"][row, step]] > 2 * allowed:
+            return math.inf
+    worst = [(ours[name] - theirs[name]).abs().max() for name in ours if name.startswith("prompt")]
+    worst.append((ours["batch"] - theirs["batch"]).abs().amax(dim=2)[before].max())
+    difference = torch.stack(worst).max().item()
+    return math.inf if math.isnan(difference) else difference
