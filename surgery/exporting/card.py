@@ -12,8 +12,8 @@ from surgery.report.tables import changes_table, short_table
 from surgery.runtime.files import write_text
 
 USE = {
-    "hf": "It needs transformers 5.20 or newer and torch 2.6 or newer. `trust_remote_code` lets the code in this folder run; where "
-    "[mamba-surgery] is installed, `import surgery.modeling` does without.",
+    "hf": "It needs transformers 5.20 or newer and torch 2.6 or newer. `trust_remote_code` lets the code in this folder run; "
+    "where mamba-surgery is installed, `import surgery.modeling` does without.",
     "patch": "It needs mamba-surgery and the base. Any other base is refused, with the name of the first tensor that differs.",
     "nemotron_h": "For engines that know NemotronH; no code of this folder runs.",
     "mamba_ssm": "For the package mamba_ssm: `MambaLMHeadModel.from_pretrained`.",
@@ -61,13 +61,11 @@ def _describe(record: Any, plan: Plan | None) -> str:
     if plan.kind == "layer":
         start = f"with the weights of `{plan.donor}`" if plan.donor else "at random"
         return f"A hybrid of {base}: ordinary attention in the place of the mixer at {sites}, which started {start}."
-    acts = "" if all(plan.start(s.layer, h).null is None for s in plan.sites for h in s.heads) else (
-        " Each of these heads has a null key: attention acts only where it has found something, and elsewhere the head computes "
-        "what it computes in the base."
-    )  # fmt: skip
-    return (
-        f"A hybrid of {base}: gated attention beside the SSM at the heads {sites}, {record.parameters:,} new parameters.{acts}"
-    )
+    heads = [(site.layer, head) for site in plan.sites for head in site.heads]
+    said = f"A hybrid of {base}: gated attention beside the SSM at the heads {sites}, {record.parameters:,} new parameters."
+    if any(plan.start(layer, head).null is not None for layer, head in heads):
+        said += " Attention acts only where it has found something; elsewhere the head computes what the base's computes."
+    return said
 
 
 def _measured(report: Report | None, record: Any) -> list[str]:

@@ -1,13 +1,12 @@
 """A patch: all that surgery changed in a base, small enough for a mail, and how it is joined to the base again.
 
-patch.safetensors holds the tensors that the hybrid has and the base has not, or not with these values; patch.json says what else
-differs, and which base it belongs to, tensor by tensor. A base in another precision is another base. Patches of version 0.30
-(schema 3) are read.
+patch.safetensors holds the tensors that the hybrid has and the base has not, or not with these values; patch.json says what
+else differs, and which base it belongs to, tensor by tensor. A base in another precision is another base. Patches of version
+0.30 (schema 3) are read.
 """
 
 import copy
 import hashlib
-import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
@@ -25,15 +24,13 @@ from surgery.exporting.tokenizer import save_tokenizer
 from surgery.modeling import family_of
 from surgery.models.load import load
 from surgery.records.record import Record
-from surgery.runtime.files import file_digest, read_text
+from surgery.runtime.files import file_digest
 from surgery.splicing.splice import adopt
 
 RECORD, WEIGHTS = "patch.json", "patch.safetensors"
 # Fields of a configuration that differ though the model does not, or that name code.
-BOOKKEEPING = {
-    "model_type", "architectures", "grafts", "auto_map", "layer_types", "transformers_version", "dtype", "torch_dtype",
-    "name_or_path", "_name_or_path", "_attn_implementation",
-}  # fmt: skip
+BOOKKEEPING = set("model_type architectures grafts auto_map layer_types transformers_version".split())
+BOOKKEEPING |= set("dtype torch_dtype name_or_path _name_or_path _attn_implementation".split())
 HASHES = 4  # threads
 
 

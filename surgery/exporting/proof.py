@@ -54,9 +54,9 @@ class Proof(Record):
         hidden = " without this package" if self.reader == "transformers" else ""
         laws = f"; {len(self.laws)} laws of its state hold" if self.laws else ""
         return (
-            f"read back in a fresh process by {self.reader} {self.version}{hidden}: all {self.tensors} tensors are the live model's, "
-            f"logits differ by at most {self.difference:.2g} (rounding explains {self.tolerance:.2g}), and {self.tokens} greedy "
-            f"tokens after each of {len(self.prompts)} prompts are the same{laws}"
+            f"read back in a fresh process by {self.reader} {self.version}{hidden}: all {self.tensors} tensors are the live "
+            f"model's, logits differ by at most {self.difference:.2g} (rounding explains {self.tolerance:.2g}), and {self.tokens} "
+            f"greedy tokens after each of {len(self.prompts)} prompts are the same{laws}"
         )
 
 
@@ -88,9 +88,16 @@ def prove(process: FreshPython, hybrid: PreTrainedModel, vocabulary: int, folder
         raise UserError(f"what was read back is not the live model: its logits differ by {difference:.3g}; nothing was written")
     package = "transformers" if reader == "transformers" else "mamba-surgery"
     return Proof(
-        verify=verify, reader=reader, version=version(package), dtype=dtype, tensors=len(sums), prompts=fresh.LENGTHS,
-        tokens=new, difference=difference, tolerance=allowed,
-    )  # fmt: skip
+        verify=verify,
+        reader=reader,
+        version=version(package),
+        dtype=dtype,
+        tensors=len(sums),
+        prompts=fresh.LENGTHS,
+        tokens=new,
+        difference=difference,
+        tolerance=allowed,
+    )
 
 
 def _dtype(hybrid: PreTrainedModel, verify: str) -> str:
@@ -100,8 +107,8 @@ def _dtype(hybrid: PreTrainedModel, verify: str) -> str:
 
 
 def tolerance(answers: dict[str, Tensor], dtype: torch.dtype, layers: int) -> float:
-    """How far two correct computations may lie apart. It grows with the logits, and, as independent errors do, with the roots of
-    the number of layers and of the number of tokens that a state or an attention sums over."""
+    """How far two correct computations may lie apart. It grows with the logits, and, as independent errors do, with the roots
+    of the number of layers and of the number of tokens that a state or an attention sums over."""
     largest = max(value.abs().max().item() for name, value in answers.items() if name != "tokens")
     length = max(fresh.LENGTHS) + answers["tokens"].shape[1]
     eps = torch.finfo(dtype).eps
