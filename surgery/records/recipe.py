@@ -39,7 +39,6 @@ Share = Annotated[float, Field(ge=0, le=1)]
 Counts = Annotated[tuple[Count, ...], BeforeValidator(_several)]
 Names = Annotated[tuple[str, ...], BeforeValidator(_several)]
 AUTO: Any = Field(union_mode="left_to_right")
-Control = Literal["tuned", "same_layer", "random_site", "prompt_twice", "initial_state", "whole_layer", "copy_cache"]
 
 
 def check_probe(name: str) -> None:
@@ -265,15 +264,15 @@ class Bench(Record):
     """A folder of task files (YAML) for lm-evaluation-harness."""
     task_limit: Count | None = None
     """Examples of each task of lm-evaluation-harness; all by default."""
-    controls: Annotated[tuple[Control, ...], BeforeValidator(_several)] = ("tuned", "same_layer", "prompt_twice")
-    """What a gain has to beat. tuned: the base tuned without a graft. same_layer, random_site: grafts at other heads of the
-    plan's layers, or of other layers, tuned alike. prompt_twice: the base reads the prompt twice. initial_state: only the
-    initial state is tuned. whole_layer: attention in place of the layer. copy_cache: an untrained n-gram cache. []: none."""
+    controls: Names = ("tuned", "same_layer", "prompt_twice")
+    """What a gain has to beat, on the same questions (`surgery list controls`). []: none."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         for suite in self.suites:
             _check_known(suite, "suite", list_table("evaluation/suites.py", "SUITES"))
+        for control in self.controls:
+            _check_known(control, "control", list_table("evaluation/controls.py", "CONTROLS"))
         return self
 
 

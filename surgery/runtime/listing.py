@@ -25,8 +25,8 @@ def list_modules(folder: str, marker: str) -> dict[str, str]:
 def list_table(file: str, table: str) -> dict[str, str]:
     """Key -> first line about it, of a dictionary that a module defines at its top.
 
-    file: inside this package, e.g. "evaluation/suites.py". A value that is a text is itself the line; one that is the name of a
-    function (or a tuple that begins with it) is described by the function's docstring.
+    file: inside this package, e.g. "evaluation/suites.py". A value that is a text is itself the line, and so is the first text of
+    a call; the name of a function or class is described by its docstring.
     """
     path = PACKAGE / file
     if not path.exists():
@@ -45,12 +45,11 @@ def list_table(file: str, table: str) -> dict[str, str]:
 
 
 def _line_about(value: ast.expr, about: dict[str, str]) -> str:
-    for node in ast.walk(value):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            return about.get(node.value.rpartition(".")[2].rpartition(":")[2], node.value)
-        if isinstance(node, ast.Name) and node.id in about:
-            return about[node.id]
-    return ""
+    parts = value.args if isinstance(value, ast.Call) else value.elts if isinstance(value, ast.Tuple) else [value]
+    first = parts[0] if parts else value
+    if isinstance(first, ast.Constant):
+        return str(first.value)
+    return about.get(first.id, "") if isinstance(first, ast.Name) else ""
 
 
 def _top_names(tree: ast.Module) -> set[str]:
