@@ -7,10 +7,10 @@ from typing import Protocol
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt, the texts that may follow it, and which of them is right.
+    """A prompt, the texts that may follow it, and which of them is right. A single text makes an open question.
 
-    spans: ranges of characters of the prompt, one for each record of evidence, in order; for a dictionary one a pair, its newline
-    included. evidence: the span that holds the answer. A gather head condenses a span into its last token, an aggregate head
+    spans: ranges of characters of the prompt, one for each record of evidence, in order; of a dictionary one a pair, with its
+    newline. evidence: the span that holds the answer. A gather head condenses a span into its last token, an aggregate head
     picks among these tokens (arXiv 2504.18574).
     """
 
@@ -22,8 +22,8 @@ class Question:
 
     @property
     def chance(self) -> float:
-        """How often a guess among the choices is right."""
-        return 1 / len(self.choices)
+        """How often a guess among the choices is right; 0 of an open question."""
+        return 1 / len(self.choices) if len(self.choices) > 1 else 0.0
 
 
 class Probe(Protocol):

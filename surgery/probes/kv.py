@@ -1,0 +1,55 @@
+"""Key-value retrieval: a dictionary, then one of its keys, whose value is asked for.
+
+As in "Understanding the Skill Gap in Recurrent Language Models" (arXiv 2504.18574), zero-shot: `pairs` random words, each with
+its own integer from 0 to 99. The prompt ends without a space; the model's answer is the value, among those in the dictionary,
+whose tokens have the largest summed log-probability. Chance is 1 / pairs. Where the published code is unseeded, this one takes
+a seed, and which words may be keys.
+"""
+
+import random
+from dataclasses import dataclass
+
+from surgery.errors import UserError
+from surgery.probes.question import Question, with_spans
+from surgery.probes.toy import Keys, key_words
+
+OPENING = "Memorize the following dictionary:\n"
+MOST_PAIRS = 100
+
+
+def ask_value(key: str) -> str:
+    """The question, up to the value."""
+    return f"The value of the key '{key}' is"
+
+
+def draw_dictionary(rng: random.Random, pairs: int, keys: Keys = "all") -> dict[str, str]:
+    """Distinct words with distinct integers 0-99."""
+    return dict(zip(rng.sample(key_words(keys, pairs), pairs), map(str, rng.sample(range(MOST_PAIRS), pairs)), strict=True))
+
+
+@dataclass(frozen=True)
+class KVRetrieval:
+    """pairs: entries of a dictionary, at most 100. keys: which words may be keys: "all", "seen" (those that tuning may use) or
+    "unseen" (those that it does not); of the latter two there are 64 each."""
+
+    pairs: int
+    keys: Keys = "all"
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.pairs <= MOST_PAIRS:
+            raise UserError(f"kv takes 1 to {MOST_PAIRS} pairs, not {self.pairs}")
+        key_words(self.keys, self.pairs)
+
+    def questions(self, n: int, seed: int) -> list[Question]:
+        rng = random.Random(f"kv {self.pairs} {seed}")  # the same numbers for all keys
+        return [self._question(rng) for _ in range(n)]
+
+    def _question(self, rng: random.Random) -> Question:
+        entries = draw_dictionary(rng, self.pairs, self.keys)
+        prompt, spans = with_spans(OPENING, (f"{key}:{value}\n" for key, value in entries.items()))
+        answer = rng.randrange(self.pairs)
+        prompt += ask_value(list(entries)[answer])
+        return Question(prompt, tuple(entries.values()), answer, spans, answer)
+
+
+PROBE = KVRetrieval
