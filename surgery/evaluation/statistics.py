@@ -43,13 +43,14 @@ def is_decisions(values: np.ndarray) -> bool:
     return bool(np.isin(values, (0, 1)).all())
 
 
-def estimate(values: np.ndarray) -> Estimate:
+def estimate(values: np.ndarray, *, decisions: bool | None = None) -> Estimate:
     """The mean of one value a question, with its interval: Clopper and Pearson's for decisions, else Student's and Hall's. A
-    single number that is no decision has no interval: both ends are the value. Raises ValueError for no values."""
+    single number that is no decision has no interval: both ends are the value. decisions: by default whether all values are 0
+    or 1. Raises ValueError for no values."""
     values = np.asarray(values, dtype=float)
     if not len(values):
         raise ValueError("an estimate needs at least one value")
-    if is_decisions(values):
+    if is_decisions(values) if decisions is None else decisions:
         right, n = int(values.sum()), len(values)
         interval = stats.binomtest(right, n).proportion_ci(method="exact")
         return Estimate(mean=right / n, low=float(interval.low), high=float(interval.high), n=n)

@@ -1,0 +1,130 @@
+"""The controls that bench.controls names: what else might have done as well as the edit.
+
+In a report a control is a model called control_NAME. Those that are trained see the same training examples as the hybrid, for
+as many steps (tuning/controls.py makes them); the others need nothing but the base, and bench makes them itself.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from surgery.evaluation.texts import row_logits
+
+PREFIX = "control_"
+ORDERS = (1, 2, 3)  # tokens before, by which a copy cache looks for what followed
+SHARES = np.linspace(0, 0.95, 96)
+
+
+@dataclass(frozen=True)
+class Control:
+    """words: in plain words, with {heads} for "2 heads". trained: whether it learns from the training examples. cache: what its
+    cache takes beside the base's."""
+
+    words: str
+    trained: bool
+    cache: str
+
+
+CONTROLS = {
+    "tuned": Control("no attention, the same layers tuned", True, "nothing"),
+    "same_layer": Control("{heads} of the same layer chosen at random, tuned", True, "the hybrid's"),
+    "random_site": Control("{heads} of other layers chosen at random, tuned", True, "the hybrid's"),
+    "adapters": Control("no attention, adapters on all layers tuned", True, "nothing"),
+    "initial_state": Control("no attention, the initial state tuned", True, "nothing"),
+    "window": Control("attention of all heads of the layer to a window, tuned", True, "the hybrid's, for the window alone"),
+    "whole_layer": Control("attention in the place of the whole layer, tuned", True, "that of all heads of the layer"),
+    "prompt_twice": Control("the base, which reads the prompt twice", False, "nothing"),
+    "copy_cache": Control("the base with an untrained n-gram cache", False, "the tokens of the text"),
+}
+NAMES = {"base": "base", "spliced": "{heads} located, untrained", "tuned": "{heads} located, tuned"}
+
+
+def is_control(name: str) -> bool:
+    """Whether a model's name is a control's."""
+    return name.startswith(PREFIX)
+
+
+def describe_model(name: str, model: Any = None) -> str:
+    """A model of a run in plain words: "2 located heads, tuned". Another name is the user's, and is its own description."""
+    known = CONTROLS[name.removeprefix(PREFIX)].words if name.removeprefix(PREFIX) in CONTROLS and is_control(name) else None
+    words = known or NAMES.get(name, name)
+    grafts = getattr(getattr(model, "config", None), "grafts", None) or ()
+    heads = sum(len(entry.get("heads") or ()) for entry in grafts)
+    layers = sum(entry.get("kind") == "layer" for entry in grafts)
+    what, count = ("head", heads) if heads else ("layer", layers)
+    located = f"{count} located {what}{'s' * (count != 1)}"
+    return words.replace("{heads} located", located).replace("{heads}", f"{count} {what}{'s' * (count != 1)}")
+
+
+class CopyCache(nn.Module):
+    """A base whose probabilities are mixed with those of an n-gram cache of the same text, with nothing trained.
+
+    Where the last tokens stood in the row before (of ORDERS the most that did), the cache says what followed there, each time
+    with equal weight. shares: of the probability that the cache gets, by order. Source: the cache of arXiv 1612.04426 with
+    exact matches in the place of similarity.
+    """
+
+    def __init__(self, base: Any, shares: dict[int, float]):
+        super().__init__()
+        self.base, self.shares, self.config = base, shares, base.config
+
+    @property
+    def device(self) -> torch.device:
+        return self.base.device
+
+    def forward(self, input_ids: Tensor, use_cache: bool = False, logits_to_keep: Tensor | int = 0) -> Any:
+        """logits (b, positions, vocabulary): log-probabilities. logits_to_keep: as in transformers."""
+        logits = self.base(input_ids=input_ids, use_cache=False, logits_to_keep=logits_to_keep).logits
+        kept = torch.arange(input_ids.shape[1], device=logits.device)
+        kept = kept[logits_to_keep] if isinstance(logits_to_keep, Tensor) else kept[-logits_to_keep:]
+        p = logits.float().softmax(-1)
+        for row, ids in zip(p, input_ids.tolist(), strict=True):
+            found = find_followers(ids)
+            for place, position in enumerate(kept.tolist()):
+                order, followers = found[position]
+                share = self.shares.get(order, 0.0)
+                if followers and share:
+                    row[place] *= 1 - share
+                    tokens = torch.tensor(list(followers), device=row.device)
+                    counts = torch.tensor([*followers.values()], device=row.device, dtype=row.dtype)
+                    row[place, tokens] += share * counts / counts.sum()
+        return SimpleNamespace(logits=p.log())
+
+
+def find_followers(ids: Sequence[int]) -> list[tuple[int, Counter[int]]]:
+    """Behind each token: how many last tokens stood earlier in the row (0: none), and how often which token followed them."""
+    followed: dict[tuple[int, ...], Counter[int]] = defaultdict(Counter)
+    result: list[tuple[int, Counter[int]]] = []
+    for end in range(1, len(ids) + 1):
+        contexts = [tuple(ids[end - order : end]) for order in ORDERS if order <= end]
+        best = max((context for context in contexts if followed.get(context)), key=len, default=())
+        result.append((len(best), Counter(followed[best]) if best else Counter()))
+        if end < len(ids):
+            for context in contexts:
+                followed[context][ids[end]] += 1
+    return result
+
+
+def fit_copy_cache(base: Any, rows: Tensor, batch: int) -> CopyCache:
+    """The copy cache whose share for each order is that under which rows of training text (n, t) lose least."""
+    known: dict[int, list[float]] = {order: [] for order in ORDERS}
+    given: dict[int, list[float]] = {order: [] for order in ORDERS}
+    for _, ids, logits in row_logits(base, rows, batch):
+        right = logits[:, :-1].float().softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+        for row, probabilities in zip(ids.tolist(), right.tolist(), strict=True):
+            for (order, followers), token, p in zip(find_followers(row), row[1:], probabilities, strict=False):
+                if order:
+                    known[order].append(p)
+                    given[order].append(followers[token] / followers.total())
+    shares = {}
+    for order in ORDERS:
+        p, q = np.array(known[order]), np.array(given[order])
+        losses = [-np.log((1 - share) * p + share * q).mean() for share in SHARES] if len(p) else [0.0]
+        shares[order] = float(SHARES[int(np.argmin(losses))])
+    return CopyCache(base, shares)

@@ -1,0 +1,106 @@
+"""What reading and decoding cost: cache and time at each length, by those of the base.
+
+In each round all models are timed, one after the other, so that a disturbance of the machine hits all of them; a round gives
+one ratio to the base, and the spread of the rounds is reported. On a CPU, time is the processor time of this thread, which
+computes along with torch's other threads: what other programs take does not count. On a GPU it is time on the wall.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import Cache
+
+from surgery.evaluation.statistics import estimate
+from surgery.records.report import Cost
+
+ROUNDS, TOKENS = 7, 8  # of each model in turn; decoded in a round, one after the other
+NAMES = ("cache_params", "past_key_values")  # of the cache, as state-space models call it, and as Transformers do
+
+
+def measure_costs(models: Mapping[str, Any], context: int, batch: int, *, reading: bool = False) -> dict[str, Cost]:
+    """Model -> what a token after `context` others costs, in each of `batch` rows; the first model is the base. reading: also
+    time how the context is read."""
+    caches = {name: read_context(model, context, batch) for name, model in models.items()}
+    sizes = {name: cache_bytes(cache) for name, cache in caches.items()}
+    decode = {name: _decoding(model, caches[name], batch) for name, model in models.items()}
+    token = _rounds(decode, models)
+    read = {}
+    if reading:
+        again = {name: (lambda model=model: read_context(model, context, batch)) for name, model in models.items()}
+        read = _rounds(again, models)
+    base = next(iter(models))
+    return {
+        name: Cost(
+            context=context,
+            batch=batch,
+            cache_bytes=sizes[name],
+            milliseconds=float(np.median(token[name])) * 1e3 / TOKENS,
+            token=estimate(token[name] / token[base], decisions=False),
+            reading=estimate(read[name] / read[base], decisions=False) if reading else None,
+        )
+        for name in models
+    }
+
+
+@torch.inference_mode()
+def read_context(model: Any, context: int, batch: int = 1) -> Cache:
+    """The cache of a model that has read so many tokens, in each of some rows."""
+    ids = (torch.arange(context, device=model.device)[None] % model.config.get_text_config().vocab_size).expand(batch, -1)
+    output = model(input_ids=ids, use_cache=True, logits_to_keep=1)
+    return next(output[name] for name in NAMES if output.get(name) is not None)
+
+
+def cache_bytes(cache: Any) -> int:
+    """Bytes of all tensors that a cache holds, wherever it holds them."""
+    held: dict[tuple[int, int], int] = {}
+    seen: set[int] = set()
+    pending = [cache]
+    while pending:
+        thing = pending.pop()
+        if id(thing) in seen:
+            continue
+        seen.add(id(thing))
+        if isinstance(thing, Tensor):
+            held[thing.data_ptr(), thing.numel()] = thing.numel() * thing.element_size()
+        elif isinstance(thing, dict):
+            pending += thing.values()
+        elif isinstance(thing, list | tuple):
+            pending += thing
+        elif type(thing).__module__.startswith(("transformers", "surgery")) and hasattr(thing, "__dict__"):
+            pending += vars(thing).values()
+    return sum(held.values())
+
+
+def _decoding(model: Any, cache: Cache, batch: int) -> Callable[[], None]:
+    """What decodes TOKENS tokens, each after the one before."""
+    token = torch.zeros(batch, 1, dtype=torch.long, device=model.device)
+    name = next(name for name in NAMES if name in model.forward.__code__.co_varnames)
+
+    @torch.inference_mode()
+    def decode() -> None:
+        for _ in range(TOKENS):
+            model(input_ids=token, use_cache=True, **{name: cache})
+
+    return decode
+
+
+def _rounds(work: Mapping[str, Callable[[], Any]], models: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Seconds of each piece of work, (rounds,), in turn; a first round is not counted."""
+    times: dict[str, list[float]] = {name: [] for name in work}
+    for _ in range(ROUNDS + 1):
+        for name, run in work.items():
+            begun = _now(models[name].device)
+            run()
+            times[name].append(_now(models[name].device) - begun)
+    return {name: np.array(each[1:]) for name, each in times.items()}
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        return time.perf_counter()
+    return time.thread_time()

@@ -1,0 +1,62 @@
+"""How a hybrid's grafts behave on held-out text: where they act, and how far the text's predictions move from the base's."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from surgery.evaluation.statistics import estimate
+from surgery.evaluation.texts import by_document, rows_at_once
+from surgery.modeling.graft import Graft
+from surgery.records.report import OnText
+
+
+@torch.inference_mode()
+def measure_on_text(base: Any, model: Any, rows: Tensor, owner: np.ndarray, batch: int) -> OnText:
+    """Compare a model with its base on rows of text (n, t), of which each belongs to the document owner[row].
+
+    base: in the same code and precision as the model, so that equal numbers are equal bit for bit (splice.adopt gives it).
+    """
+    grafts = [module for module in model.modules() if isinstance(module, Graft)]
+    kl, acts = np.zeros(tuple(rows.shape)), np.zeros(tuple(rows.shape))
+    same, before = np.ones(len(rows), dtype=bool), 0.0
+    batch = rows_at_once(model, rows.shape[1], batch)
+    for start in range(0, len(rows), batch):
+        ids, part = rows[start : start + batch].to(model.device), slice(start, start + batch)
+        expected = base(input_ids=ids, use_cache=False).logits
+        with watch_grafts(grafts) as shares:
+            logits = model(input_ids=ids, use_cache=False).logits
+        log_p, log_q = expected.float().log_softmax(-1), logits.float().log_softmax(-1)
+        kl[part] = (log_p.exp() * (log_p - log_q)).sum(-1).clamp_min(0).double().cpu().numpy()
+        change = (logits.float() - expected.float()).abs().amax(-1).cpu()
+        same[part] = (change == 0).all(1).numpy()
+        if grafts:
+            is_open = torch.stack([(m > 0).any(-1) for m in shares]).any(0).cpu()
+            acts[part] = is_open.numpy()
+            before = max(before, float((change * (is_open.cumsum(1) == 0)).max()))
+    untouched = [bool(same[owner == each].all()) for each in range(int(owner.max()) + 1)]
+    return OnText(
+        kl=estimate(by_document(kl, owner), decisions=False),
+        documents=len(untouched),
+        tokens=rows.numel(),
+        untouched=sum(untouched),
+        acts=estimate(by_document(acts, owner), decisions=False) if grafts else None,
+        change_before=before if grafts else None,
+    )
+
+
+@contextmanager
+def watch_grafts(grafts: list[Graft]) -> Iterator[list[Tensor]]:
+    """Yields a list to which every forward adds, for each graft, its open share m (b, t, heads) as it acts: closed ones are
+    0."""
+    shares: list[Tensor] = []
+    for graft in grafts:
+        graft.watch = lambda _, m: shares.append(m)
+    try:
+        yield shares
+    finally:
+        for graft in grafts:
+            graft.watch = None

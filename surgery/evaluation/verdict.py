@@ -1,0 +1,171 @@
+"""Did it help? One answer from what was measured, in words.
+
+The main comparison, a model and a measurement, is declared before anything is measured. It is a "yes" where the base retrieves
+at all, the model is better than the base, no control does as well, and no other skill is lost beyond its bound; what is lost is
+named. Where nothing is gained, the verdict says what to try.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from surgery.records.report import Answer, Change, Estimate, Measurement, ModelReport, Verdict, figure
+from surgery.runtime.progress import size
+
+BOUND, BOUND_OF_LOSS = 0.02, 0.01  # what counts as lost: accuracy, and nats per token
+CEILING = 0.98  # an accuracy above which hardly anything is left to gain
+ORDER = ("kv", "kv_unseen", "bigrams", "needle", "multiple_choice")  # what a verdict is about, the first that was measured
+NAMED = 4  # measurements in a sentence
+
+
+def main_measurement(names: Sequence[str]) -> str:
+    """The measurement that the verdict is about, known before anything is measured: the largest dictionaries; without any, the
+    longest rows with repeated rare bigrams, the longest needle, multiple choice, or the first of all."""
+    for family in ORDER:
+        found = [name for name in names if name.partition(".")[0] == family]
+        if found:
+            return max(found, key=lambda name: int(name.partition(".")[2] or 0))
+    return names[0]
+
+
+def judge(
+    measurements: Mapping[str, Measurement],
+    models: Mapping[str, ModelReport],
+    name: str,
+    measurement: str,
+    share: Estimate | None,
+) -> Verdict:
+    """The verdict on one model. The base is the first of `models`. share: of what was missing to a perfect score, how much was
+    gained, where that is shown."""
+    base, model, asked = next(iter(models.values())), models[name], measurements[measurement]
+    if model is base:
+        sentence = "Not to be judged: only the base was measured."
+        return Verdict(answer="not judged", model=name, measurement=measurement, sentence=sentence)
+    change = model.changes[measurement]
+    better = change.shown and (change.mean < 0) == (asked.metric == "loss")
+    chance = f", chance {asked.chance:.3f}" if asked.chance else ""
+    scored = "loses {} nats per token" if asked.metric == "loss" else "scores {}"
+    compared = (
+        f"on {asked.label}, {model.description} {scored.format(figure(model.results[measurement]))} and the base "
+        f"{figure(base.results[measurement])} (difference {change}{chance})"
+    )
+    if share is not None and better:
+        compared += f", {100 * share.mean:.0f}% [{100 * share.low:.0f}%, {100 * share.high:.0f}%] of what was missing"
+    losses = lost(measurements, model)
+    controls = {key: each for key, each in models.items() if each.role == "control" and each.behind is not None}
+    close = [each for each in controls.values() if each.behind is not None and not _ahead(each.behind, asked)]
+    answer, sentence = _answer(change, better, compared, losses, close)
+    if at_chance(base, measurements, measurement):
+        answer = "not judged"
+        sentence = f"Not to be judged: the base is at chance on {asked.label}, so what it cannot do was not edited; {compared}."
+    details = [_said_of_controls(controls, asked, measurement), _said_of_losses(measurements, base, model, losses)]
+    details += [_said_of_price(base, model), model.on_text.sentence() if model.on_text is not None else ""]
+    advice = "" if answer == "yes" else _advise(measurements, models, name, measurement, answer)
+    return Verdict(
+        answer=answer,
+        model=name,
+        measurement=measurement,
+        sentence=sentence,
+        details=tuple(filter(None, details)),
+        advice=advice,
+    )
+
+
+def _answer(
+    change: Change, better: bool, compared: str, losses: Sequence[str], close: Sequence[ModelReport]
+) -> tuple[Answer, str]:
+    if better and close:
+        return "unclear", f"Unclear: {compared}; but a control does about as well: {close[0].description}."
+    if better and losses:
+        return "mixed", f"It gains and loses: {compared}; it loses {', '.join(losses[:NAMED])}."
+    if better:
+        return "yes", f"Yes: {compared}."
+    return "no", f"No, it is worse: {compared}." if change.shown else f"No difference seen: {compared}."
+
+
+def lost(measurements: Mapping[str, Measurement], model: ModelReport) -> list[str]:
+    """The measurements in which a model falls from the base beyond the bound, by an interval that leaves out 0, in words."""
+    falls = []
+    for name, change in model.changes.items():
+        is_loss = measurements[name].metric == "loss"
+        fall, outside = change.mean if is_loss else -change.mean, change.low > 0 or change.high < 0
+        if outside and fall > (BOUND_OF_LOSS if is_loss else BOUND):
+            falls.append((fall, f"{measurements[name].label} ({change.mean:+.3f})"))
+    return [words for _, words in sorted(falls, reverse=True)]
+
+
+def at_chance(base: ModelReport, measurements: Mapping[str, Measurement], measurement: str) -> bool:
+    """Whether the base is no better than guessing, in the main measurement and in all smaller sizes of it."""
+    family = measurement.partition(".")[0]
+    guesses = {name: m.chance for name, m in measurements.items() if name.partition(".")[0] == family and m.chance}
+    return bool(guesses) and all(base.results[name].low <= chance for name, chance in guesses.items())
+
+
+def _ahead(behind: Change, asked: Measurement) -> bool:
+    """Whether the main model is shown to be better than a control."""
+    return behind.high < 0 if asked.metric == "loss" else behind.low > 0
+
+
+def _said_of_controls(controls: Mapping[str, ModelReport], asked: Measurement, measurement: str) -> str:
+    if not controls:
+        return "No control was measured, so it is not known whether tuning without attention would do as well."
+    sign = -1 if asked.metric == "loss" else 1
+    best = max(controls.values(), key=lambda each: sign * each.results[measurement].mean)
+    what = "The only control" if len(controls) == 1 else f"The best of {len(controls)} controls"
+    return f"{what}: {best.description}, {figure(best.results[measurement])} (the main model differs by {best.behind})."
+
+
+def _said_of_losses(
+    measurements: Mapping[str, Measurement], base: ModelReport, model: ModelReport, losses: Sequence[str]
+) -> str:
+    kept = []
+    for name in ("multiple_choice", "knowledge", "text"):
+        if name in model.changes:
+            before, after, change = figure(base.results[name]), figure(model.results[name]), model.changes[name]
+            kept.append(f"{measurements[name].label} {before} -> {after} ({change.mean:+.3f})")
+    said = f"Kept: {'; '.join(kept)}." if kept and not losses else f"Other skills: {'; '.join(kept)}." if kept else ""
+    return f"{said} Lost: {', '.join(losses[:NAMED])}.".strip() if losses else said
+
+
+def _said_of_price(base: ModelReport, model: ModelReport) -> str:
+    if not (base.costs and model.costs):
+        return ""
+    before, after = base.costs[-1], model.costs[-1]
+    token = after.token
+    same = token.low <= 1 <= token.high
+    time = "no difference in time per token seen" if same else f"{token.mean:.2f} times the base's time per token"
+    return (
+        f"Price after {after.context:,} tokens: a cache of {size(after.cache_bytes)} (base {size(before.cache_bytes)}), {time} "
+        f"[{token.low:.2f}, {token.high:.2f}]."
+    )
+
+
+def _advise(
+    measurements: Mapping[str, Measurement], models: Mapping[str, ModelReport], name: str, measurement: str, answer: Answer
+) -> str:
+    """What to try, from what is known."""
+    base, model, asked = next(iter(models.values())), models[name], measurements[measurement]
+    change, is_loss = model.changes[measurement], asked.metric == "loss"
+    said = []
+    gains = [
+        f"{m.label} {figure(base.results[key])} -> {figure(model.results[key])}"
+        for key, m in measurements.items()
+        if key != measurement
+        and m.metric == asked.metric
+        and (c := model.changes.get(key))
+        and c.shown
+        and (c.mean < 0) == is_loss
+    ]
+    if answer == "not judged":
+        return f"In place of {asked.label} choose a size or a probe that the base can do in part (locate.options, bench.pairs)."
+    if answer == "no" and not is_loss and base.results[measurement].mean >= CEILING:
+        said.append("The base is nearly perfect here, so a gain could not show: ask for more pairs (bench.pairs).")
+    elif answer == "no" and not change.shown and change.detectable and change.detectable > 2 * BOUND:
+        said.append(f"n = {change.n:,} shows differences of {change.detectable:.3f} or more: ask more (bench.limit).")
+    if answer == "no" and gains:
+        said.append(f"It does gain elsewhere: {'; '.join(gains[:NAMED])}; locate and tune nearer to {asked.label}.")
+    if answer == "no" and not gains:
+        said.append("Try more heads (plan.heads), more steps (tune.steps=auto), or hints and adapters (tune.hints, tune.lora).")
+    if answer == "mixed":
+        said.append("Let the grafts act on less text (plan.share), or hold the other skills while tuning (tune.skill_weight).")
+    if answer == "unclear":
+        said.append("A cheaper change may be enough; compare the controls in the table.")
+    return " ".join(said)
