@@ -1,25 +1,27 @@
-"""What the mixers of all hybrids share: three steps, the graft between the second and the third, and room for its keys in a cache.
+"""What the mixers of all hybrids share: three steps, the graft between the second and the third, and room for its keys in a
+cache.
 
     streams = mixer.project(hidden, ...)     what every head reads and writes
     y = mixer.scan(streams, ...)             every head's own output, skip included
     out = mixer.finish(y, streams.gate)      norm, gate and output projection
 
-A grafted head h looks up the values x of earlier tokens by attention with queries and keys of its own, beside a null key with the
-learned logit b and no value (docs/derivations.md):
+A grafted head h looks up the values x of earlier tokens by attention with queries and keys of its own, beside a null key with
+the learned logit b and no value (docs/derivations.md):
 
     p = softmax([sigma tau q_t . k_s + log_write_s, b]),   m_t = 1 - p_null
     y_t <- (1 - g m_t) y_t + g (sigma sum_s p_ts x_s + m_t D x_t)
 
-g is learned. m_t is the share of the softmax that the null key leaves: where nothing in the context matches, m_t is about 0, and
-the head stays as the base has it. In inference, m_t below `closed_below` counts as 0, and y_t is untouched, bit for bit. A graft
-without a null key has m = 1, as all had up to version 0.30; one without a gate has g = 1 as well.
+g is learned. m_t is the share of the softmax that the null key leaves: where nothing in the context matches, m_t is about 0,
+and the head stays as the base has it. In inference, m_t below `closed_below` counts as 0, and y_t is untouched, bit for bit. A
+graft without a null key has m = 1, as all had up to version 0.30; one without a gate has g = 1 as well.
 
 An entry of a hybrid configuration's `grafts` is
 
 {"kind": "head", "layer": int, "heads": [int, ...], "signs": [1 or -1, ...], "width": int, "time_step": bool, "gated": bool,
  "null": bool, "closed_below": float, "pairs": [[int, ...], ...] (ChannelGraft only)}
 
-heads: sorted; signs: sigma, one a query-key pair; width: of queries and keys; time_step: whether log_write is added to the scores.
+heads: sorted; signs: sigma, one a query-key pair; width: of queries and keys; time_step: whether log_write is added to the
+scores.
 """
 
 from collections.abc import Callable, Sequence
@@ -85,8 +87,8 @@ class Graft(nn.Module):
     """The attention of a layer's grafted heads, with a query-key pair each. Its projections are named as in a Transformer, for
     PEFT.
 
-    gate: g, one a head, or None for 1. null: b / NATS, one a pair, or None for no null key. watch: if it is set, it is called with
-    the graft and m (b, t, heads) of every forward, as it acts: closed shares are 0.
+    gate: g, one a head, or None for 1. null: b / NATS, one a pair, or None for no null key. watch: if it is set, it is called
+    with the graft and m (b, t, heads) of every forward, as it acts: closed shares are 0.
     """
 
     def __init__(self, mixer: Any, entry: dict[str, Any], pairs: int | None = None):
@@ -143,8 +145,8 @@ class Graft(nn.Module):
         mask: Tensor | None = None,
         packing: Packing | None = None,
     ) -> Tensor:
-        """All heads' output (b, t, h, p), with the graft in it, from their own. hidden (b, t, d): the mixer's input; mask (b, t)
-        bool: which of these tokens exist."""
+        """All heads' output (b, t, h, p), with the graft in it, from their own. hidden (b, t, d): the mixer's input; mask (b,
+        t) bool: which of these tokens exist."""
         q, k = self.queries_and_keys(mixer, hidden, streams, cache, mask, packing)
         x, own = take(streams.x, self.heads, 2), take(y, self.heads, 2)
         found, m = self.look_up(mixer, q, k, x, streams, cache, mask, packing)
@@ -255,6 +257,7 @@ class ChannelGraft(Graft):
             found, m = self.attend(mixer, q, k, self.by_pair(x), None, cache, mask, packing)
             m = m[..., None].expand_as(found)
         else:  # in float32: float16 has no room for time steps, and many would be divided by 0
+            assert streams.write is not None
             write = take(streams.write, self.heads, 2).clamp_min(SMALLEST)
             v = torch.cat([self.by_pair(write * x), self.by_pair(write)], dim=-1)
             sums, share = self.attend(mixer, q, k, v, None, cache, mask, packing)
@@ -279,8 +282,9 @@ class GraftMixer:
     """A mixin before a mixer of transformers, or before nn.Module, of which it reads: num_heads, head_dim, n_groups,
     ssm_state_size, hidden_size, layer_idx, activation, and in_proj, conv1d and D where there are such.
 
-    A subclass has `project`, `scan`, `finish`, and `query_key_rows`. tap: if it is set, called as tap(mixer, streams, y) between scan
-    and graft; what it returns takes the place of y (b, t, h, p). graft_enabled: HybridLanguageModel.disable_grafts clears it.
+    A subclass has `project`, `scan`, `finish`, and `query_key_rows`. tap: if it is set, called as tap(mixer, streams, y)
+    between scan and graft; what it returns takes the place of y (b, t, h, p). graft_enabled: HybridLanguageModel.disable_grafts
+    clears it.
     """
 
     graft_class: type[Graft] = Graft
@@ -323,9 +327,9 @@ class GraftMixer:
         raise NotImplementedError
 
     def query_key_rows(self, make: Callable[[nn.Module], Tensor]) -> dict[str, list[Tensor | None]]:
-        """What a graft's queries ("q") and keys ("k") start from: weight (groups, n, inputs) and bias (groups, n) of what projects
-        them, weight (groups, n, 1, taps) and bias of their convolution; None for what there is not. make: gives the weight of a
-        module in floating point."""
+        """What a graft's queries ("q") and keys ("k") start from: weight (groups, n, inputs) and bias (groups, n) of what
+        projects them, weight (groups, n, 1, taps) and bias of their convolution; None for what there is not. make: gives the
+        weight of a module in floating point."""
         raise NotImplementedError
 
     def prepare(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -341,7 +345,8 @@ class GraftMixer:
         packing: Packing | None = None,
         **_: Any,
     ) -> Tensor:
-        """(b, t, d) -> (b, t, d). attention_mask (b, t): which of these tokens exist. past_key_values: cache_params' other name."""
+        """(b, t, d) -> (b, t, d). attention_mask (b, t): which of these tokens exist. past_key_values: cache_params' other
+        name."""
         cache = past_key_values if cache_params is None else cache_params
         mask = None if attention_mask is None else attention_mask.bool()
         streams = self.project(hidden_states, cache, mask, packing)
@@ -364,8 +369,8 @@ def convolve(
 ) -> Tensor:
     """x (b, t, c) behind its short causal convolution (an nn.Conv1d) and activation, 0 on padding before and after.
 
-    What the cache holds at `place` of earlier tokens stands before x; then it holds each row's last tokens that exist, so that a
-    prompt may be padded on the right as well.
+    What the cache holds at `place` of earlier tokens stands before x; then it holds each row's last tokens that exist, so that
+    a prompt may be padded on the right as well.
     """
     hook = getattr(
         conv, "_hf_hook", None
@@ -381,7 +386,8 @@ def convolve(
             last = torch.where(mask, torch.arange(1, t + 1, device=x.device), 0).amax(-1)  # 0: none of these tokens exists
             at = (x.shape[1] - t + last)[:, None] + torch.arange(-taps, 0, device=x.device)
             window = x.gather(1, at.clamp_min(0)[..., None].expand(-1, -1, x.shape[2])).masked_fill((at < 0)[..., None], 0)
-            cache.layers[place].conv_states[0].copy_(window.transpose(1, 2))
+            state: Any = cache.get_conv_state(place)
+            state.copy_(window.transpose(1, 2))
     y = causal_conv(x, conv.weight, conv.bias, t, silu, packing=packing)
     if hook is not None:
         hook.post_forward(conv, None)
@@ -391,10 +397,10 @@ def convolve(
 
 
 def make_room(cache: Cache, layers: int, grafts: int, length: int | None = None) -> None:
-    """Let the cache of a model with so many layers have two more for each graft: one for its keys, values and convolution, and one
-    for what is added to the scores of these keys. As layers of the cache they are reordered and moved as all others are. length: of
-    a static cache that has no keys of its own, which does not know it. Raises ValueError for a cache that was made for another
-    model."""
+    """Let the cache of a model with so many layers have two more for each graft: one for its keys, values and convolution, and
+    one for what is added to the scores of these keys. As layers of the cache they are reordered and moved as all others are.
+    length: of a static cache that has no keys of its own, which does not know it. Raises ValueError for a cache that was made
+    for another model."""
     while len(cache.layers) < layers:
         if cache.layer_class_to_replicate is None:
             raise ValueError(
@@ -414,8 +420,8 @@ def make_room(cache: Cache, layers: int, grafts: int, length: int | None = None)
 def remember(
     cache: Cache, place: int, k: Tensor, v: Tensor, bias: Tensor | None, mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys, values and what is added to the scores of the past and of these tokens, which the cache then holds. bias (b, heads, t),
-    or None for 0; where the mask (b, t) is False, no token exists, and it is -inf."""
+    """Keys, values and what is added to the scores of the past and of these tokens, which the cache then holds. bias (b, heads,
+    t), or None for 0; where the mask (b, t) is False, no token exists, and it is -inf."""
     bias = k.new_zeros(len(k), 1, k.shape[2], dtype=torch.promote_types(k.dtype, torch.float32)) if bias is None else bias
     bias = bias if mask is None else bias.masked_fill(~mask[:, None], -torch.inf)
     k, v = cache.update(k, v, place)

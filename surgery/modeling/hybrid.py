@@ -41,8 +41,8 @@ class Family:
 
 
 def complete_config(config: Any, module: str) -> None:
-    """What the configuration of a hybrid holds beside its base's fields: a list of grafts, and the classes of its exported code in
-    the file `module`, because a folder that it is read from may name a stranger's."""
+    """What the configuration of a hybrid holds beside its base's fields: a list of grafts, and the classes of its exported code
+    in the file `module`, because a folder that it is read from may name a stranger's."""
     config.grafts = list(config.grafts or [])
     name = type(config).__name__.removesuffix("Config")
     kinds = {"AutoConfig": "Config", "AutoModel": "Model", "AutoModelForCausalLM": "ForCausalLM"}
@@ -50,8 +50,8 @@ def complete_config(config: Any, module: str) -> None:
 
 
 class GraftedModel:
-    """A mixin before a model of transformers whose mixers may hold grafts, with a language model's head or without. Where all mixers
-    are there, __init__ calls put_grafts."""
+    """A mixin before a model of transformers whose mixers may hold grafts, with a language model's head or without. Where all
+    mixers are there, __init__ calls put_grafts."""
 
     def put_grafts(self: Any) -> None:
         """Make room for all grafts of the configuration."""
@@ -76,8 +76,9 @@ class GraftedModel:
 
     @contextmanager
     def disable_grafts(self: Any) -> Iterator[None]:
-        """`with hybrid.disable_grafts(): ...`: meanwhile the hybrid computes what its base computes, bit for bit. Grafts that the
-        base brought ("of_base" in their entries) stay. A cache that is filled meanwhile holds no keys, and is refused afterwards."""
+        """`with hybrid.disable_grafts(): ...`: meanwhile the hybrid computes what its base computes, bit for bit. Grafts that
+        the base brought ("of_base" in their entries) stay. A cache that is filled meanwhile holds no keys, and is refused
+        afterwards."""
         grafted = [self.mixer_at(entry["layer"]) for entry in self.config.grafts if not entry.get("of_base")]
         before = [m.graft_enabled for m in grafted]
         try:
@@ -96,11 +97,8 @@ class GraftedModel:
             return cache
         make_room(cache, layers, len(self.config.grafts), length)
         read = any(getattr(layer, "has_previous_state", {}).get(0) for layer in cache.layers[:layers])
-        if read and not cache.layers[layers].is_initialized:
-            if any(self.mixer_at(entry["layer"]).graft_enabled for entry in self.config.grafts):
-                raise ValueError(
-                    "the cache was filled without the grafts, by the base or within disable_grafts(): begin a new one"
-                )
+        if read and not cache.layers[layers].is_initialized and self.mixer_at(self.config.grafts[0]["layer"]).graft_enabled:
+            raise ValueError("the cache was filled without the grafts, by the base or within disable_grafts(): begin a new one")
         return cache
 
 
@@ -123,7 +121,7 @@ class HybridLanguageModel(GraftedModel):
         what = f"attention at {sites}" if sites else "no grafts"
         return f"<{type(self).__name__}: {what}; print(model.base_model) shows its modules>"
 
-    def prepare_inputs_for_generation(
+    def prepare_inputs_for_generation(  # type: ignore[override]
         self: Any,
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
@@ -131,13 +129,13 @@ class HybridLanguageModel(GraftedModel):
         next_sequence_length: int | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """As in transformers, but the mask stays, and a text that an earlier turn's cache holds the beginning of is not read again:
-        its new tokens are. Where only the new tokens are given, and are more than the cache holds, a mask of the whole text has to
-        say so."""
+        """As in transformers, but the mask stays, and a text that an earlier turn's cache holds the beginning of is not read
+        again: its new tokens are. Where only the new tokens are given, and are more than the cache holds, a mask of the whole
+        text has to say so."""
         cache = next((kwargs[name] for name in ("cache_params", "past_key_values") if kwargs.get(name) is not None), None)
         if is_first_iteration and next_sequence_length is None and cache is not None and self.config.grafts:
-            given = kwargs.get("inputs_embeds") if kwargs.get("inputs_embeds") is not None else input_ids
-            seen, whole = int(cache.get_seq_length()), given.shape[1]
+            embedded = kwargs.get("inputs_embeds")
+            seen, whole = int(cache.get_seq_length()), (input_ids if embedded is None else embedded).shape[1]
             if 0 < seen < whole and (attention_mask is None or attention_mask.shape[1] == whole):
                 next_sequence_length = whole - seen
         inputs = super().prepare_inputs_for_generation(  # type: ignore[misc]

@@ -28,8 +28,8 @@ logit b and no value. What the softmax leaves to the other keys, m_t, is the sha
 
     p_t = softmax([scores, b]),    m_t = 1 - p_t,null,    y_t = (1 - g m_t) ssm_t + g (sigma sum_s p_ts x_s + m_t D x_t)
 
-ssm_t is the head's own output, D x_t included, and g a learned gate. Below a threshold m_t counts as 0 in inference, and then y_t
-is ssm_t bit for bit. graft.py computes this for all families; here is what is Mamba-2's own.
+ssm_t is the head's own output, D x_t included, and g a learned gate. Below a threshold m_t counts as 0 in inference, and then
+y_t is ssm_t bit for bit. graft.py computes this for all families; here is what is Mamba-2's own.
 """
 
 from collections.abc import Callable
@@ -43,6 +43,7 @@ from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
 from .graft import GraftMixer, Streams, convolve
 from .hybrid import Family, complete_config
 from .packing import Packing
+from .reference import at_least_float32
 from .ssm import HybridBackbone, HybridBlock, SSMLanguageModel, time_step
 
 try:
@@ -74,7 +75,7 @@ class SSDMixer(GraftMixer):
         return x.unflatten(-1, (self.num_heads, self.head_dim)), B, C
 
     def scan(self: Any, streams: Streams, cache: Cache | None = None, packing: Packing | None = None) -> Tensor:
-        A = -torch.exp(self.A_log.float())
+        A = -torch.exp(at_least_float32(self.A_log))
         assert streams.write is not None
         dt = streams.write.to(streams.x.dtype)  # as in transformers
         return self.run_ssd(streams.x, dt, A, streams.k, streams.q, self.D, cache, packing)
@@ -137,8 +138,9 @@ class Mamba2HybridModel(HybridBackbone, Mamba2Model):
 
     def __init__(self, config: Mamba2HybridConfig):
         super().__init__(config)
-        for layer, block in enumerate(self.layers):
-            self.layers[layer] = HybridBlock(config, block.norm, Mamba2HybridMixer(config, layer))
+        norms = [block.norm for block in self.layers]
+        blocks = (HybridBlock(config, norm, Mamba2HybridMixer(config, layer)) for layer, norm in enumerate(norms))
+        self.layers = nn.ModuleList(blocks)
         self.put_grafts()
         self.post_init()
 

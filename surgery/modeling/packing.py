@@ -42,9 +42,9 @@ class Group:
 class Packing:
     """Which tokens of a batch (b, t) are which documents.
 
-    seq_idx (b, t) int32: the document of each token, counted from 0; -1 on padding. cu_seqlens (documents + 1,) int32: where each
-    begins among the b * t tokens, and their number; None where there is padding. groups: all documents, by length. places (b, t):
-    of every token, among those of all groups.
+    seq_idx (b, t) int32: the document of each token, counted from 0; -1 on padding. cu_seqlens (documents + 1,) int32: where
+    each begins among the b * t tokens, and their number; None where there is padding. groups: all documents, by length. places
+    (b, t): of every token, among those of all groups.
     """
 
     seq_idx: Tensor
@@ -106,8 +106,8 @@ def packing_of(
     """The documents of hidden (b, t, ...), or None where every row is one.
 
     attention_mask: the user's; padding (b, t) belongs to no document, and positions on it mean nothing. given: further keyword
-    arguments, PACKED among them. Raises ValueError for bounds that are none, for padding within a document, and for documents with
-    a cache.
+    arguments, PACKED among them. Raises ValueError for bounds that are none, for padding within a document, and for documents
+    with a cache.
     """
     b, t = hidden.shape[:2]
     told = [name for name in PACKED if given.get(name) is not None]

@@ -1,4 +1,5 @@
-"""The operations of hybrids in plain PyTorch. They travel with an exported folder and serve where this package is not installed.
+"""The operations of hybrids in plain PyTorch. They travel with an exported folder and serve where this package is not
+installed.
 
 With it, `surgery.kernels` has the same functions, with the same arguments, on faster kernels. Sums run in float32 at least.
 """
@@ -50,8 +51,8 @@ def ssd_scan(
 ) -> tuple[Tensor, Tensor | None]:
     """The scan of Mamba-2, S_t = exp(A dt_t) S_{t-1} + dt_t x_t B_t^T, y_t = S_t C_t + D x_t (arXiv 2405.21060, section 6).
 
-    x (b, t, h, p); dt (b, t, h), ready for use, 0 where nothing happens; A (h,), negative; B and C (b, t, g, n), h a multiple of g;
-    D (h,); initial_state (b, h, p, n). Returns y (b, t, h, p) and the state after the last token (None with packing).
+    x (b, t, h, p); dt (b, t, h), ready for use, 0 where nothing happens; A (h,), negative; B and C (b, t, g, n), h a multiple
+    of g; D (h,); initial_state (b, h, p, n). Returns y (b, t, h, p) and the state after the last token (None with packing).
     chunk_size is the checkpoint's; the result does not depend on it.
     """
     if packing is not None:
@@ -141,12 +142,13 @@ def attend(
 
     q (b, h, t, w); k (b, h, s, w); v (b, h, s, p); query t sees the keys up to its own place, s - T + t. bias (b, h, s), or
     (b, 1, s) for all heads, -inf for a key that does not exist; null (h,), the null key's logit, or None for no such key; mask
-    (b, s) bool, False for keys that do not exist; packing: of the tokens, where several documents share a row. A query that sees
-    no key gives 0. Returns y = sum_s p_s v_s (b, h, t, p) in the dtype of v, and m = 1 - p_null (b, h, t), 1 without a null key.
+    (b, s) bool, False for keys that do not exist; packing: of the tokens, where several documents share a row. A query that
+    sees no key gives 0. Returns y = sum_s p_s v_s (b, h, t, p) in the dtype of v, and m = 1 - p_null (b, h, t), 1 without a
+    null key.
     """
     if packing is not None:
         y, m = packing.apply(
-            lambda q, k, v, bias=None: _time_first(*attend(*_heads_first(q, k, v, bias), null)),
+            lambda *rows: tuple(each.transpose(1, 2) for each in attend(*(row.transpose(1, 2) for row in rows), null=null)),
             *(x.transpose(1, 2) for x in (q, k, v, bias) if x is not None),
         )
         return y.transpose(1, 2), m.transpose(1, 2)
@@ -176,11 +178,3 @@ def attend(
         return v.new_zeros(b, h, 0, v.shape[-1]), values.new_ones(b, h, 0)
     y, m = (torch.cat(each, 2) for each in zip(*parts, strict=True))
     return y.to(v.dtype), m[..., 0]
-
-
-def _heads_first(*tensors: Tensor | None) -> list[Tensor | None]:
-    return [None if x is None else x.transpose(1, 2) for x in tensors]
-
-
-def _time_first(y: Tensor, m: Tensor) -> tuple[Tensor, Tensor]:
-    return y.transpose(1, 2), m.transpose(1, 2)

@@ -1,7 +1,7 @@
 """The forward of language models made of such blocks alone: Mamba-1, Mamba-2, Falcon-Mamba, Llamba.
 
-Parameters have the names that transformers gives them. What is computed is said here, because transformers' own forward takes no
-packed rows and overflows in float16.
+Parameters have the names that transformers gives them. What is computed is said here, because transformers' own forward takes
+no packed rows and overflows in float16.
 """
 
 from typing import Any
@@ -39,7 +39,9 @@ class HybridBlock(GradientCheckpointingLayer):
 
 
 class HybridBackbone(GraftedModel):
-    """A mixin before a backbone of transformers with `layers` and `norm_f`."""
+    """A mixin before a backbone of transformers with `layers` and a norm behind them."""
+
+    last_norm = "norm_f"
 
     def forward(
         self: Any,
@@ -54,8 +56,8 @@ class HybridBackbone(GraftedModel):
         past_key_values: Cache | None = None,
         **kwargs: Any,
     ) -> Any:
-        """As in transformers. Documents that share a row (packing.py says how that is told) are computed as if each stood alone,
-        and nothing is cached."""
+        """As in transformers. Documents that share a row (packing.py says how that is told) are computed as if each stood
+        alone, and nothing is cached."""
         config, cache = self.config, one_cache(cache_params, past_key_values)
         refuse_unknown(self, kwargs, (*PACKED, *IGNORED))
         if (input_ids is None) == (inputs_embeds is None):
@@ -76,7 +78,7 @@ class HybridBackbone(GraftedModel):
             hidden = block(hidden, cache_params=cache, attention_mask=mask, packing=packing)
             if with_states:
                 states.append(hidden)
-        hidden = self.norm_f(hidden)
+        hidden = getattr(self, self.last_norm)(hidden)
         output = Mamba2Output(
             last_hidden_state=hidden,
             cache_params=cache if use_cache else None,

@@ -1,8 +1,9 @@
 """adopt, splice and unsplice: the base's modules in containers of another class.
 
-Base and hybrid have containers of their own (the model, its blocks, its mixers) and share leaf modules and parameters. So a hybrid
-costs the memory of its grafts; what is hung on its modules, a LoRA, leaves the base alone; quantised and offloaded modules come as
-they are; and `unsplice` gives the base back bit for bit, unless somebody wrote into the shared weights (merging a LoRA does).
+Base and hybrid have containers of their own (the model, its blocks, its mixers) and share leaf modules and parameters. So a
+hybrid costs the memory of its grafts; what is hung on its modules, a LoRA, leaves the base alone; quantised and offloaded
+modules come as they are; and `unsplice` gives the base back bit for bit, unless somebody wrote into the shared weights (merging
+a LoRA does).
 """
 
 import copy
@@ -25,8 +26,8 @@ NARROWEST = 32  # the least width of queries and keys, unless the plan says
 
 
 def adopt(model: Any) -> Any:
-    """The base in its hybrid's class with no graft, which computes what the base computes. A hybrid, and a model of no family, is
-    returned as it is."""
+    """The base in its hybrid's class with no graft, which computes what the base computes. A hybrid, and a model of no family,
+    is returned as it is."""
     family = family_of(model.config)
     if family is None or isinstance(model, family.hybrid):
         return model
@@ -34,7 +35,8 @@ def adopt(model: Any) -> Any:
 
 
 def splice(model: Any, plan: Plan) -> Any:
-    """The hybrid of a base and a plan: the base's own modules, which no longer learn, and grafts with their first weights, which do.
+    """The hybrid of a base and a plan: the base's own modules, which no longer learn, and grafts with their first weights,
+    which do.
 
     The base may bring grafts in other layers. Raises UserError for a model of no family, and for sites that cannot be grafted.
     """
@@ -59,8 +61,8 @@ def splice(model: Any, plan: Plan) -> Any:
 
 
 def unsplice(hybrid: Any) -> Any:
-    """The base that a hybrid was made from, with the same modules and parameters, which learn again. Without adapters: those that
-    PEFT put into the hybrid stay there. Raises UserError for a model that is no hybrid."""
+    """The base that a hybrid was made from, with the same modules and parameters, which learn again. Without adapters: those
+    that PEFT put into the hybrid stay there. Raises UserError for a model that is no hybrid."""
     family = family_of(hybrid.config)
     if family is None or not isinstance(hybrid, family.hybrid):
         raise UserError(f"a {type(hybrid).__name__} is no hybrid; unsplice takes one, without PEFT's wrapper around it")
@@ -74,8 +76,8 @@ def unsplice(hybrid: Any) -> Any:
 
 
 def describe(hybrid: Any, site: Site, plan: Plan) -> dict[str, Any]:
-    """The entry of the hybrid configuration's `grafts` for the heads of one layer. Raises UserError for a site that the model lacks,
-    and for a width below the state size."""
+    """The entry of the hybrid configuration's `grafts` for the heads of one layer. Raises UserError for a site that the model
+    lacks, and for a width below the state size."""
     layers, mixer = hybrid.config.num_hidden_layers, hybrid.mixer_at(site.layer)
     if site.layer >= layers:
         raise UserError(f"the model has no site {site}: it has layers 0 to {layers - 1}")
@@ -108,8 +110,8 @@ def describe(hybrid: Any, site: Site, plan: Plan) -> dict[str, Any]:
 
 @torch.no_grad()
 def start(mixer: Any, plan: Plan) -> None:
-    """The dual start of a graft: queries are the base's C and keys its B, or what takes their place there. Dimensions beyond the
-    state size begin with random queries and zero keys, which add exactly nothing to the scores."""
+    """The dual start of a graft: queries are the base's C and keys its B, or what takes their place there. Dimensions beyond
+    the state size begin with random queries and zero keys, which add exactly nothing to the scores."""
     graft, layer = mixer.graft, mixer.layer_idx
     groups = [head // (mixer.num_heads // mixer.n_groups) for head in graft.heads]
     firsts = graft.heads
@@ -144,8 +146,8 @@ def widen(target: Tensor, base: Tensor, groups: list[int], extra: float, random:
 
 
 def contain(source: Any, kind: Any, config: Any, with_adapters: bool = True) -> Any:
-    """A model of another class around the modules and parameters of `source`, by name. with_adapters: or the modules that PEFT has
-    wrapped. Raises UserError for what the source lacks."""
+    """A model of another class around the modules and parameters of `source`, by name. with_adapters: or the modules that PEFT
+    has wrapped. Raises UserError for what the source lacks."""
     with torch.device("meta"):
         model = kind(config)
     modules = dict(source.named_modules())
@@ -205,8 +207,8 @@ def graft_dtype(model: Any, module: nn.Module) -> torch.dtype:
 
 
 def dense(module: Any) -> Tensor:
-    """The weight (out, in) of a linear module in floating point: its own, or what its integers stand for. Raises UserError if they
-    are of another method than bitsandbytes."""
+    """The weight (out, in) of a linear module in floating point: its own, or what its integers stand for. Raises UserError if
+    they are of another method than bitsandbytes."""
     if is_plain(module.weight):
         return module.weight
     if type(module.weight).__name__ not in ("Int8Params", "Params4bit"):

@@ -1,0 +1,57 @@
+"""Falcon-Mamba (arXiv 2410.05355) with attention at some channels: a Mamba-1 that normalises B, C and dt before the scan. So
+its graft normalises queries and keys; the rest is in mamba.py."""
+
+from typing import Any
+
+from torch import nn
+from transformers import FalconMambaConfig, FalconMambaForCausalLM, FalconMambaModel
+from transformers.models.falcon_mamba.modeling_falcon_mamba import FalconMambaMixer
+
+from .hybrid import Family, complete_config
+from .mamba import NormedSelectiveMixer
+from .ssm import HybridBackbone, HybridBlock, SSMLanguageModel
+
+
+class FalconMambaHybridMixer(NormedSelectiveMixer, FalconMambaMixer):
+    """The mixer of Falcon-Mamba."""
+
+
+class FalconMambaHybridConfig(FalconMambaConfig):
+    """FalconMambaConfig with `grafts` (graft.py says what an entry holds)."""
+
+    model_type = "falcon_mamba_hybrid"
+
+    grafts: list | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        kwargs.pop("layer_types", None)  # versions up to 0.20 wrote what their caches held
+        super().__post_init__(**kwargs)
+        complete_config(self, "falcon_mamba")
+
+
+class FalconMambaHybridModel(HybridBackbone, FalconMambaModel):
+    """The backbone: all mixers are ours."""
+
+    config_class = FalconMambaHybridConfig
+
+    def __init__(self, config: FalconMambaHybridConfig):
+        super().__init__(config)
+        norms = [block.norm for block in self.layers]
+        blocks = (HybridBlock(config, norm, FalconMambaHybridMixer(config, layer)) for layer, norm in enumerate(norms))
+        self.layers = nn.ModuleList(blocks)
+        self.put_grafts()
+        self.post_init()
+
+
+class FalconMambaHybridForCausalLM(SSMLanguageModel, FalconMambaForCausalLM):
+    """The language model: base (no grafts) and hybrid."""
+
+    config_class = FalconMambaHybridConfig
+
+    def __init__(self, config: FalconMambaHybridConfig):
+        super().__init__(config)
+        self.backbone = FalconMambaHybridModel(config)
+        self.post_init()
+
+
+FAMILY = Family(FalconMambaForCausalLM, FalconMambaHybridForCausalLM, FalconMambaHybridMixer).register(FalconMambaHybridModel)
