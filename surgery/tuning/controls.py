@@ -1,0 +1,119 @@
+"""The controls that learn: what else might have done as well as the edit, tuned on the same examples for as many steps.
+
+Two are plans, to be spliced: grafts at other heads of the same layers, or of other layers; attention in the place of the whole
+layers. The others are the base with no graft, of which something else learns.
+"""
+
+import copy
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from surgery.errors import UserError
+from surgery.modeling.graft import GraftMixer, Streams
+from surgery.records.plan import Plan, Start
+from surgery.records.site import Site
+from surgery.splicing.splice import adopt, unsplice
+
+PLANS = ("same_layer", "random_site", "whole_layer")
+
+
+def control_plan(name: str, model: Any, plan: Plan, seed: int, start: Callable[[int, int], Start] | None = None) -> Plan:
+    """The plan of a control: `same_layer` (other heads of the plan's layers, at random), `random_site` (heads of other layers),
+    `whole_layer`.
+
+    start: how attention at a head begins, by layer and head; by default with sign 1 and tau 1. A plan with null keys needs them
+    set for these heads as for its own (planning). Raises UserError where the model has no other heads.
+    """
+    if name == "whole_layer":
+        return Plan(kind="layer", sites=tuple(Site(site.layer) for site in plan.sites), seed=seed)
+    hybrid, rng = adopt(model), random.Random(f"{name} {seed}")
+    layers = [layer for layer in range(model.config.num_hidden_layers) if hybrid.mixer_at(layer) is not None]
+    own = {site.layer: site.heads for site in plan.sites}
+    if name == "random_site":
+        others = [layer for layer in layers if layer not in own]
+        if len(others) < len(own):
+            raise UserError(f"the control random_site needs other layers than the plan's, and the model has {len(layers)}")
+        places = dict(zip(sorted(rng.sample(others, len(own))), own.values(), strict=True))
+    else:
+        places = own
+    sites = []
+    for layer, heads in places.items():
+        free = [head for head in range(hybrid.mixer_at(layer).num_heads) if name != "same_layer" or head not in heads]
+        if len(free) < len(heads):
+            raise UserError(f"the control same_layer needs {len(heads)} other heads in layer {layer}, which has {len(free)}")
+        sites.append(Site(layer, tuple(rng.sample(free, len(heads)))))
+    starts = {f"L{site.layer}.H{head}": start(site.layer, head) for site in sites for head in site.heads} if start else {}
+    return plan.model_copy(update={"sites": tuple(sites), "starts": starts, "seed": seed, "provenance": None})
+
+
+def trainable_control(model: Any, plan: Plan, name: str = "tuned") -> Any:
+    """The base with no graft, of which something learns; it shares with the base what does not. `tuned`: the mixers of the
+    plan's layers, on copies of their own. `initial_state`: the state with which each layer begins. `adapters`: nothing yet;
+    tune adds them (tune.lora)."""
+    control = adopt(unsplice(model) if getattr(model.config, "grafts", None) else model)
+    if control is model:
+        raise UserError("a control is made of the base, not of a hybrid's class; load the base again")
+    for parameter in control.parameters():
+        parameter.requires_grad_(False)
+    if name == "tuned":
+        for site in plan.sites:
+            copy_parameters(control.mixer_at(site.layer))
+    elif name == "initial_state":
+        for mixer in [m for m in control.modules() if isinstance(m, GraftMixer)]:
+            mixer.tap = InitialState(mixer)
+    elif name != "adapters":
+        raise UserError(f"there is no control '{name}' that learns without a plan of its own")
+    return control
+
+
+def copy_parameters(mixer: nn.Module) -> None:
+    """Give a mixer parameters of its own, which learn, in the place of those that it shares."""
+    for name, child in list(mixer.named_children()):
+        setattr(mixer, name, copy.deepcopy(child))
+    for name, parameter in list(mixer.named_parameters(recurse=False)):
+        setattr(mixer, name, nn.Parameter(parameter.detach().clone()))
+    for parameter in mixer.parameters():
+        parameter.requires_grad_(parameter.is_floating_point())
+
+
+class InitialState(nn.Module):
+    """The state with which a layer begins, as one token before the text would leave it: a value x0 for each head and a write
+    vector k0 for each group. It is used as a mixer's tap, and reads whole texts only, no cache.
+
+    The recurrences here are linear in what they write, so what the state adds is the scan of that token alone, with nothing
+    written afterwards.
+    """
+
+    def __init__(self, mixer: Any):
+        super().__init__()
+        p, n = mixer.head_dim, mixer.ssm_state_size
+        self.x0 = nn.Parameter(torch.zeros(mixer.num_heads, p))
+        self.k0 = nn.Parameter(
+            torch.randn(mixer.n_groups, n, generator=torch.Generator().manual_seed(mixer.layer_idx)) / n**0.5
+        )
+        like = next(mixer.parameters())
+        self.to(like.device)
+
+    def forward(self, mixer: Any, streams: Streams, y: Tensor) -> Tensor:
+        """y (b, t, h, p), with what the state adds."""
+
+        def prepend(first: Tensor, rest: Tensor | None) -> Tensor | None:
+            if rest is None:
+                return None
+            return torch.cat([first.to(rest).expand(len(rest), 1, *rest.shape[2:]), rest], dim=1)
+
+        ones = torch.ones((), device=y.device)
+        begun = replace(
+            streams,
+            x=prepend(self.x0, torch.zeros_like(streams.x)),
+            k=prepend(self.k0, streams.k),
+            q=prepend(0 * ones, streams.q),
+            write=prepend(ones, streams.write),
+            decay=prepend(0 * ones, streams.decay),
+        )
+        return y + mixer.scan(begun)[:, 1:]

@@ -1,0 +1,174 @@
+"""Training examples: questions of probes with their answers, as rows of tokens with targets.
+
+What a step sees depends on the seed and its number alone. The seeds of its questions are beyond those of recipes, which
+locating and bench use, and its keys and facts are not those that bench keeps for itself (probes.training_options).
+"""
+
+import dataclasses
+import random
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, product
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from surgery.errors import UserError
+from surgery.models.tokens import divided, encode_continuations, encode_prompts, summary, token_spans
+from surgery.probes import make_probe, probe_class, training_options
+from surgery.probes.kv import OPENING, ask_value, draw_dictionary
+from surgery.probes.question import Question, with_spans
+from surgery.records.recipe import Examples, Tune
+from surgery.tuning.losses import IGNORE, Part
+
+QUERIES = 8  # questions after a dictionary
+FIRST_SEED = 1 << 63
+SKILL_ROWS = 8  # questions about other skills in a step
+
+
+@dataclasses.dataclass(frozen=True)
+class Example:
+    """A text with answers in it: pieces (what precedes an answer, the answer, the characters of the first piece that hold
+    it)."""
+
+    pieces: tuple[tuple[str, str, tuple[int, int] | None], ...]
+
+
+def dictionary_example(rng: random.Random, pairs: int, queries: int, keys: Any = "seen") -> Example:
+    """A dictionary and at most `queries` questions about it. No key is asked for twice: the second answer could be copied from
+    the first, which is not what the probe measures."""
+    entries = draw_dictionary(rng, pairs, keys)
+    head, spans = with_spans(OPENING, (f"{key}:{value}\n" for key, value in entries.items()))
+    places = dict(zip(entries, spans, strict=True))
+    asked = rng.sample(list(entries), min(queries, pairs))
+    return Example(
+        tuple(((head if i == 0 else "\n") + ask_value(key), entries[key], places[key]) for i, key in enumerate(asked))
+    )
+
+
+def question_example(question: Question) -> Example:
+    """A question with its right answer."""
+    evidence = None if question.evidence is None else question.spans[question.evidence]
+    return Example(((question.prompt, question.choices[question.answer], evidence),))
+
+
+def encode_examples(tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example], kind: str = "examples") -> Part:
+    """Rows whose targets are the answers. A piece is tokenised as the continuation of those before it, as the probes do it."""
+    rows: list[list[int]] = []
+    targets: list[list[int]] = []
+    found: list[list[tuple[int, tuple[int, int]]]] = []  # of each row: a position with a target, and its evidence
+    flat = [[text for before, answer, _ in each.pieces for text in divided(before, answer)] for each in examples]
+    first = encode_prompts(tokenizer, [texts[0] for texts in flat])
+    befores = [list(accumulate(texts)) for texts in flat]
+    later = [
+        (before, text) for texts, each in zip(flat, befores, strict=True) for before, text in zip(each, texts[1:], strict=False)
+    ]
+    others = iter(encode_continuations(tokenizer, later))
+    for example, ids, texts in zip(examples, first, flat, strict=True):
+        row, target, places = list(ids), [IGNORE] * (len(ids) - 1), []
+        for number in range(1, len(texts)):
+            tokens = next(others)
+            is_answer = number % 2 == 1
+            span = example.pieces[number // 2][2]
+            if is_answer and span is not None:
+                places += [(len(row) - 1 + i, span) for i in range(len(tokens))]
+            row += tokens
+            target += tokens if is_answer else [IGNORE] * len(tokens)
+        rows.append(row)
+        targets.append([*target, IGNORE])
+        found.append(places)
+    part = Part(kind, pad(rows, 0), pad(targets, IGNORE))
+    if any(found):
+        part.evidence = _evidence(tokenizer, [texts[0] for texts in flat], found, part.ids)
+    return part
+
+
+def _evidence(
+    tokenizer: PreTrainedTokenizerBase,
+    openings: Sequence[str],
+    found: Sequence[Sequence[tuple[int, tuple[int, int]]]],
+    ids: Tensor,
+) -> Tensor:
+    """(b, t, 2): where a model may hold what it has read in the span of each target (models/tokens.py: summary)."""
+    evidence = torch.zeros(*ids.shape, 2, dtype=torch.long)
+    for row, (opening, places) in enumerate(zip(openings, found, strict=True)):
+        spans = sorted({span for _, span in places})
+        of_span = {}
+        if spans:
+            _, tokens = token_spans(tokenizer, opening, spans)
+            of_span = {span: summary(each, ids.shape[1]) for span, each in zip(spans, tokens, strict=True)}
+        for position, span in places:
+            if held := of_span[span]:
+                evidence[row, position] = torch.tensor([held[0], held[-1] + 1])
+    return evidence
+
+
+def pad(rows: Sequence[Sequence[int]], filler: int) -> Tensor:
+    """Rows of different lengths as one tensor (rows, longest), filled up on the right."""
+    longest = max(map(len, rows))
+    return torch.tensor([[*row, *[filler] * (longest - len(row))] for row in rows])
+
+
+class ExampleSource:
+    """The training examples of a run, by step."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, options: Tune, seed: int):
+        """Raises UserError for examples that cannot be made, at all combinations of the ends of their ranges."""
+        self.tokenizer, self.options, self.seed = tokenizer, options, seed
+        has_evidence = not options.hints
+        for entry in options.examples:
+            if entry.queries is not None and entry.probe != "kv":
+                raise UserError(f"tune.examples: queries are for kv; the probe '{entry.probe}' asks one question")
+            if entry.options.get("keys", "seen") != "seen" or entry.options.get("part", "tune") != "tune":
+                raise UserError(f"tune.examples: '{entry.probe}' asks for what is kept for bench (options.keys, options.part)")
+            ends = [value if isinstance(value, list | tuple) else (value,) for value in entry.options.values()]
+            for values in product(*ends):
+                probe = self._probe(entry, dict(zip(entry.options, values, strict=True)))
+                has_evidence |= probe.questions(1, FIRST_SEED)[0].evidence is not None
+        if options.examples and not has_evidence:
+            raise UserError("tune.hints: no probe of tune.examples says where its answers are; kv, mqar, needle and records do")
+
+    def _probe(self, entry: Examples, options: dict[str, Any]) -> Any:
+        return make_probe(entry.probe, self.tokenizer, **training_options(entry.probe, options))
+
+    def step(self, step: int, size: int | None = None) -> Part:
+        """The examples of one step: of one entry, with the same numbers drawn from its ranges."""
+        rng = random.Random(f"examples {self.seed} {step}")
+        entries = self.options.examples
+        (entry,) = rng.choices(entries, [each.weight for each in entries])
+        between = {field.name for field in dataclasses.fields(probe_class(entry.probe)) if isinstance(field.default, float)}
+        drawn = {
+            name: (rng.uniform if name in between else rng.randint)(*value) if isinstance(value, list | tuple) else value
+            for name, value in entry.options.items()
+        }
+        count = self.options.batch_size if size is None else size
+        if entry.probe == "kv":
+            queries = entry.queries or QUERIES
+            examples = [dictionary_example(rng, drawn["pairs"], queries) for _ in range(count)]
+        else:
+            probe = self._probe(entry, drawn)
+            examples = [question_example(question) for question in draw_questions(probe, count, rng)]
+        return encode_examples(self.tokenizer, examples)
+
+
+class SkillSource:
+    """Questions about what the base can do besides, with their answers, by step."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, skills: Iterable[tuple[str, dict[str, Any]]], seed: int):
+        """skills: probes with their options."""
+        self.tokenizer, self.seed = tokenizer, seed
+        self.probes = [make_probe(name, tokenizer, **training_options(name, options)) for name, options in skills]
+
+    def step(self, step: int) -> Part:
+        """The skills take turns."""
+        rng = random.Random(f"skills {self.seed} {step}")
+        probe = self.probes[step % len(self.probes)]
+        examples = [question_example(question) for question in draw_questions(probe, SKILL_ROWS, rng)]
+        return encode_examples(self.tokenizer, examples, "skills")
+
+
+def draw_questions(probe: Any, count: int, rng: random.Random) -> list[Question]:
+    """`count` questions of a probe, from a seed beyond those of recipes; again from the first where a probe has fewer."""
+    questions = probe.questions(count, FIRST_SEED + rng.getrandbits(63))
+    return [questions[i % len(questions)] for i in range(count)]

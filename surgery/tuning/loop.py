@@ -1,0 +1,434 @@
+"""Brief fine-tuning: one accelerate loop. Cross-entropy at the answers of training examples, KL to the base on text.
+
+Only what has a gradient learns: the grafts that `splice` added, adapters where a recipe asks for them, or what a control leaves
+to learn. It learns in float32, also beside a base in half precision. Every step depends on the settings, the seed and its
+number alone, so a run that is resumed ends where it would have ended, and several processes (DDP) take the steps that one
+takes, but for rounding: each computes its share of the rows, and sums are divided by the counts of the whole batch.
+"""
+
+import hashlib
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from surgery.errors import UserError
+from surgery.probes.bigrams import PairCounts, find_repeats
+from surgery.records.recipe import Data, Tune
+from surgery.runtime.files import read_text, write_text
+from surgery.runtime.processes import is_main
+from surgery.runtime.progress import bar, say
+from surgery.tuning.examples import ExampleSource, SkillSource
+from surgery.tuning.lora import add_adapters, merge_adapters, save_adapters
+from surgery.tuning.losses import IGNORE, Losses, Part, Weights
+from surgery.tuning.stopping import EXAMPLES, Watcher
+from surgery.tuning.text import Source, open_text, text_rows
+
+VERSION = 5  # of the steps: a run that another version began cannot be resumed
+WEIGHT_DECAY = 0.01  # of matrices and convolution filters
+CLIP = 1.0  # the largest norm of the gradient
+COUNTED = 2**17  # tokens of text in which bigrams are counted
+KEPT_BACK_SEED = 40_009  # added to the run's for examples that are kept back
+STATE, WEIGHTS, LOG = "state.json", "trained.safetensors", "log.jsonl"
+
+
+@dataclass
+class TuningLog:
+    """What tuning did. steps: a record of each, {"step", "loss", "examples", "kl", ...}, losses in nats. flat: the step at
+    which the held-out loss was flat, where tune.steps is auto. seconds: of computing, in this process."""
+
+    steps: list[dict[str, float]] = field(default_factory=list)
+    flat: int | None = None
+    seconds: float = 0.0
+
+    def final(self, name: str, last: int = 10) -> float:
+        """The mean of a loss over the last steps; NaN where there is none."""
+        values = [record[name] for record in self.steps[-last:] if name in record]
+        return sum(values) / len(values) if values else math.nan
+
+
+class Batches:
+    """What each step sees."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, options: Tune, data: Data, seed: int):
+        """Raises UserError for examples, text or skills that cannot be read."""
+        self.tokenizer, self.options, self.data, self.seed = tokenizer, options, data, seed
+        self.sources: list[Source] = open_text(data.train_text, data.column) if options.text_batch_size else []
+        self.examples = ExampleSource(tokenizer, options, seed)
+        skills = data_skills(data) if options.skill_weight else []
+        self.skills = SkillSource(tokenizer, skills, seed) if skills else None
+        self.pairs = self._count_pairs() if options.bigram_weight else None
+
+    def step(self, step: int) -> list[Part]:
+        """Up to three parts: examples, text, skills."""
+        parts = [self.examples.step(step)] if self.options.examples else []
+        if self.skills is not None:
+            parts.append(self.skills.step(step))
+        if self.options.text_batch_size and (self.options.kl_weight or self.options.bigram_weight):
+            parts.append(self.text(step))
+        return parts
+
+    def text(self, step: int) -> Part:
+        """Rows of text, whose targets are the tokens that complete repeated rare bigrams, where these have a weight."""
+        size = self.options.text_batch_size
+        ids, positions = text_rows(
+            self.sources, self.tokenizer, self.options.text_tokens, range(step * size, (step + 1) * size), self.seed
+        )
+        targets = torch.full_like(ids, IGNORE)
+        evidence = None
+        if self.pairs is not None:
+            documents = None if positions is None else (positions == 0).cumsum(1).numpy()
+            before = torch.from_numpy(find_repeats(ids.numpy(), self.pairs, self.data.rare, within=False, documents=documents))
+            asked = before.roll(-1, 1)  # from the token before it
+            asked[:, -1] = -1
+            targets = torch.where(asked >= 0, ids.roll(-1, 1), IGNORE)
+            evidence = torch.stack([asked, asked + 2], -1).masked_fill((asked < 0)[..., None], 0)
+        return Part("text", ids, targets, positions, evidence)
+
+    def _count_pairs(self) -> PairCounts:
+        """How often bigrams occur in the training text: in the part that is kept back, so that no row was counted."""
+        rows, _ = text_rows(self.sources, self.tokenizer, 256, range(COUNTED // 256), 0, kept_back=True)
+        return PairCounts(list(rows.numpy()))
+
+    def inputs(self) -> dict[str, Any]:
+        """What the batches depend on, by content: of files, not what they are called but what they hold."""
+        read = {source: _file_digest(source) for entry in self.options.examples for source in _files_of(entry.options)}
+        facts = {self.data.facts: _file_digest(self.data.facts)} if self.skills is not None else {}
+        return {"text": [source.digest for source in self.sources], "read": read | facts}
+
+
+def data_skills(data: Data) -> list[tuple[str, dict[str, Any]]]:
+    """The probes of data.skills with their options."""
+    names = ("choice", "knowledge") if data.skills == "auto" else data.skills
+    return [(name, {"source": data.facts} if name in ("choice", "knowledge") else {}) for name in names]
+
+
+def _files_of(options: dict[str, Any]) -> list[str]:
+    """Files that a probe's options name."""
+    values = [each for value in options.values() for each in (value if isinstance(value, list | tuple) else [value])]
+    return [value for value in values if isinstance(value, str) and Path(value).is_file()]
+
+
+def _file_digest(path: str) -> str:
+    return hashlib.sha256(read_text(path).encode()).hexdigest() if Path(path).is_file() else path
+
+
+def tune(
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    options: Tune | None = None,
+    data: Data | None = None,
+    *,
+    seed: int = 0,
+    folder: Path | None = None,
+    name: str = "tuned",
+    teacher: Any = None,
+) -> TuningLog:
+    """Train a hybrid (or a control) in place, and return the log.
+
+    teacher: the base of a control, which cannot switch off what it has learnt; a hybrid is its own teacher. folder: for a
+    checkpoint every tune.save_steps steps, and the log. If it holds a checkpoint of the same run, that one is continued.
+    name: for people. Adapters (tune.lora) are merged into copies of the weights at the end. Raises UserError for settings or
+    data that do not fit, for a checkpoint of another run, and where a loss is not finite.
+    """
+    options, data = options or Tune(), data or Data()
+    adapted = add_adapters(model, options.lora, seed) if options.lora else []
+    trained = {key: p for key, p in model.named_parameters() if p.requires_grad}
+    if not trained:
+        raise UserError("there is nothing to tune: splice the model first, or give it adapters (tune.lora)")
+    if teacher is None and not hasattr(model, "disable_grafts"):
+        raise UserError(f"a {type(model).__name__} is no hybrid; a control needs its base as teacher")
+    dtypes = {key: p.dtype for key, p in trained.items()}
+    batches = Batches(tokenizer, options, data, seed)
+    started = time.monotonic()
+    with torch.random.fork_rng(), learning_in_float32(model, trained):
+        run = Run(model, teacher, trained, batches, folder, name)
+        log = run.finish()
+    for key, p in trained.items():
+        if p.isfinite().all() and not p.to(dtypes[key]).isfinite().all():
+            raise UserError(
+                f"after tuning, '{key}' is beyond the range of {dtypes[key]}; use a base in bfloat16 (dtype: bfloat16)"
+            )
+        p.data, p.grad = p.data.to(dtypes[key]), None
+    if adapted and options.lora is not None:
+        if folder is not None and is_main():
+            save_adapters(model, options.lora, adapted, folder / "adapter")
+        merge_adapters(model, adapted)
+    log.seconds = time.monotonic() - started
+    return log
+
+
+@contextmanager
+def learning_in_float32(model: Any, trained: dict[str, nn.Parameter]) -> Iterator[None]:
+    """Meanwhile what learns is in float32 or wider, and in training mode: grafts, where closed ones need a gradient, and
+    adapters with their dropout. The base has no dropout, as its teacher has none."""
+    for parameter in trained.values():
+        parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
+    model.eval()
+    for name, module in model.named_modules():
+        if ".graft" in name or ".lora_" in name:
+            module.train()
+    try:
+        yield
+    finally:
+        model.eval()
+
+
+class Run:
+    """One call of tune, or one process's part in it."""
+
+    def __init__(
+        self, model: Any, teacher: Any, trained: dict[str, nn.Parameter], batches: Batches, folder: Path | None, name: str
+    ):
+        options = batches.options
+        self.model, self.trained, self.batches, self.options = model, trained, batches, options
+        self.folder, self.name, self.log = folder, name, TuningLog()
+        self.accelerator = Accelerator(log_with=list(options.report_to) or None, project_dir=folder)
+        self.processes, self.rank = self.accelerator.num_processes, self.accelerator.process_index
+        for size, what in ((options.batch_size, "batch_size"), (options.text_batch_size, "text_batch_size")):
+            if size % self.processes:
+                raise UserError(f"tune.{what}: {size} rows cannot be divided among {self.processes} processes")
+        if options.gradient_checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            for block in model.base_model.layers:
+                block.training = True  # this module alone: what is in it has no dropout
+        half = options.mixed_precision == "bf16" or any(p.dtype in (torch.bfloat16, torch.float16) for p in model.parameters())
+        weights = Weights(
+            options.kl_weight, options.skill_weight, options.bigram_weight, options.hints.weight if options.hints else 0.0
+        )
+        losses = Losses(model, teacher, weights, torch.bfloat16 if half else None)
+        optimizer = torch.optim.AdamW(_groups(trained), lr=options.learning_rate, betas=(0.9, 0.95))
+        placed = getattr(model, "hf_device_map", None) is None  # otherwise accelerate's hooks know where it belongs
+        self.losses = self.accelerator.prepare_model(losses, device_placement=placed)
+        self.optimizer = self.accelerator.prepare_optimizer(optimizer)
+        self.accelerator.register_save_state_pre_hook(self._save_trained)
+        self.accelerator.register_load_state_pre_hook(self._load_trained)
+        held_out = ExampleSource(batches.tokenizer, options, batches.seed + KEPT_BACK_SEED)
+        self.watcher = Watcher(options, lambda: self._measure(held_out))
+        self.settings = self._settings()
+        if options.report_to:
+            self.accelerator.init_trackers("mamba-surgery", config={"name": name, **_flat(options.model_dump(mode="json"))})
+
+    def _settings(self) -> dict[str, Any]:
+        """What a checkpoint depends on."""
+        first = hashlib.sha256()
+        for key, p in self.trained.items():
+            first.update(key.encode() + p.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        apart = {"save_steps", "report_to", "gradient_checkpointing", "gradient_accumulation_steps"}
+        settings = {
+            "version": VERSION,
+            "seed": self.batches.seed,
+            "processes": self.processes,
+            "tune": self.options.model_dump(mode="json", exclude=apart),
+            "data": self.batches.data.model_dump(mode="json", exclude={"train_text", "held_out_text"}),
+            "inputs": self.batches.inputs(),
+            "first weights": first.hexdigest(),
+        }
+        return json.loads(json.dumps(settings))
+
+    def finish(self) -> TuningLog:
+        """Take the steps that are not yet done, and write a last checkpoint."""
+        start = self.resume()
+        if start == 0 and self.watcher.is_auto:
+            self.watcher.look(0)
+        steps = bar(range(start, self.watcher.most), f"tuning {self.name}")
+        with stop_requested() as came:
+            for step in steps:
+                if step >= self.watcher.end:
+                    break
+                record = {"step": step + 1, **self.take_step(step)}
+                record |= self.watcher.look(step + 1)
+                self.log.steps.append(record)
+                if self.options.report_to:
+                    self.accelerator.log({key: value for key, value in record.items() if key != "step"}, step=step + 1)
+                stopped = self._agreed(came())
+                if stopped or (step + 1) % self.options.save_steps == 0 or step + 1 >= self.watcher.end:
+                    self.save(step + 1)
+                if stopped:
+                    kept = "" if self.folder is None else f"; what was learnt is kept in {self.folder}"
+                    say(f"tuning {self.name}: stopped after step {step + 1}{kept}")
+                    raise KeyboardInterrupt
+        if self.watcher.is_auto:
+            self.log.flat = self.watcher.flat
+            short = ", but the held-out loss still fell (tune.max_steps)" if self.watcher.is_cut_short else ""
+            say(f"tuning {self.name}: {len(self.log.steps)} steps{short}")
+        if self.options.report_to:
+            self.accelerator.end_training()
+        return self.log
+
+    def take_step(self, step: int) -> dict[str, float]:
+        """One step; the losses by name. Raises UserError where a loss or a gradient is not finite."""
+        torch.manual_seed(self.batches.seed * 1_000_003 + step)  # of dropout in adapters
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.options.learning_rate * self.watcher.share(step)
+        own = [
+            (part.rows(rows).to(self.accelerator.device), counts)
+            for part in self.batches.step(step)
+            for counts in [tuple(count / self.processes for count in part.counts())]
+            for rows in torch.arange(self.rank, len(part), self.processes).tensor_split(
+                self.options.gradient_accumulation_steps
+            )
+            if len(rows)
+        ]
+        sums: dict[str, Tensor] = {}
+        for number, (part, counts) in enumerate(own):
+            last = number == len(own) - 1
+            with nullcontext() if last else self.accelerator.no_sync(self.losses):
+                loss, terms = self.losses(part, counts)
+                self.accelerator.backward(loss)
+            for key, value in [*terms.items(), ("loss", loss.detach())]:
+                sums[key] = sums.get(key, 0) + value
+        norm = self.accelerator.clip_grad_norm_(self.trained.values(), CLIP)
+        names = sorted(sums)
+        figures = self.accelerator.reduce(torch.stack([sums[key].float() for key in names]), "mean").tolist()
+        record = dict(zip(names, figures, strict=True))
+        broken = next((key for key, value in record.items() if not math.isfinite(value)), None)
+        if broken or not math.isfinite(float(norm)):
+            what = f"the loss '{broken}'" if broken else "the gradient"
+            raise UserError(f"{what} of step {step + 1} is not finite; lower tune.learning_rate, or compute in another dtype")
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return record
+
+    @torch.no_grad()
+    def _measure(self, held_out: ExampleSource) -> np.ndarray:
+        """The losses on examples that are kept back, a number a batch."""
+        losses = []
+        for number in range(-(-EXAMPLES // self.options.batch_size)):
+            part = held_out.step(number)
+            counts = tuple(count / self.processes for count in part.counts())
+            own = part.rows(torch.arange(self.rank, len(part), self.processes)).to(self.accelerator.device)
+            losses.append(self.losses(own, counts)[1]["examples"].float())
+        return self.accelerator.reduce(torch.stack(losses), "mean").double().cpu().numpy()
+
+    def _agreed(self, came: bool) -> bool:
+        """Whether a signal came to any of the processes."""
+        if self.processes == 1:
+            return came
+        flag = torch.tensor([float(came)], device=self.accelerator.device)
+        return bool(self.accelerator.reduce(flag, "sum").item())
+
+    def save(self, step: int) -> None:
+        """Write checkpoint-<step> and remove older ones; it has its name only when it is whole."""
+        if self.folder is None:
+            return
+        target = self.folder / f"checkpoint-{step}"
+        partial = self.folder / f"{target.name}.part"
+        try:
+            if is_main():
+                shutil.rmtree(partial, ignore_errors=True)
+            self.accelerator.wait_for_everyone()
+            self.accelerator.save_state(str(partial))
+            self.accelerator.wait_for_everyone()
+            if is_main():
+                state = {"step": step, "settings": self.settings, "watcher": self.watcher.state()}
+                write_text(partial / STATE, json.dumps(state) + "\n")
+                write_text(self.folder / LOG, "".join(json.dumps(record) + "\n" for record in self.log.steps))
+                shutil.rmtree(target, ignore_errors=True)
+                os.replace(partial, target)
+                for other in checkpoints(self.folder):
+                    if other != target:
+                        shutil.rmtree(other, ignore_errors=True)
+        except OSError as error:
+            raise UserError(f"cannot write {target}: {error.strerror or error}") from error
+
+    def resume(self) -> int:
+        """Go on from the newest checkpoint in the folder, if there is one; returns how many steps are done. Raises UserError
+        if it belongs to another run."""
+        found = checkpoints(self.folder) if self.folder is not None else []
+        if not found:
+            return 0
+        newest = found[-1]
+        try:
+            state = json.loads(read_text(newest / STATE))
+            if other := next(differences(self.settings, state["settings"]), None):
+                raise UserError(f"{newest} was made with another {other}; begin anew with --overwrite, or choose another --out")
+            self.accelerator.load_state(str(newest))
+            self.watcher.restore(state["watcher"])
+            lines = read_text(newest.parent / LOG).splitlines()[: state["step"]]
+            self.log.steps = [json.loads(line) for line in lines]
+        except UserError:
+            raise
+        except Exception as error:  # a damaged file raises whatever its bytes lead to
+            raise UserError(f"the checkpoint {newest} is damaged ({str(error)[:80]}); delete it, or begin anew") from error
+        return state["step"]
+
+    def _save_trained(self, models: list[Any], weights: list[Any], folder: str) -> None:
+        """In the place of the whole model, of which nothing else has changed, accelerate writes what learns."""
+        weights.clear()
+        if is_main():
+            tensors = {key: p.detach().cpu().contiguous() for key, p in self.trained.items()}
+            save_file(tensors, Path(folder) / WEIGHTS)
+
+    @torch.no_grad()
+    def _load_trained(self, models: list[Any], folder: str) -> None:
+        models.clear()
+        tensors = load_file(Path(folder) / WEIGHTS)
+        for key, p in self.trained.items():
+            p.copy_(tensors[key])
+
+
+def _groups(trained: dict[str, nn.Parameter]) -> list[dict[str, Any]]:
+    """Parameter groups. Matrices and filters decay; what has one number for each head does not, and neither does A_log,
+    although it is a matrix in Mamba-1: decay would pull the time scales of the state to 1. Mamba's own code makes the same
+    exceptions."""
+    decays = [p for key, p in trained.items() if p.ndim >= 2 and not key.endswith("A_log")]
+    ids = {id(p) for p in decays}
+    others = [p for p in trained.values() if id(p) not in ids]
+    groups = [{"params": decays, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """The whole checkpoints in a folder, oldest first."""
+    found = [path for path in folder.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
+    return sorted(found, key=lambda path: int(path.name.rpartition("-")[2]))
+
+
+def differences(mine: dict[str, Any], other: dict[str, Any], place: str = "") -> Iterator[str]:
+    """The dotted names of the settings that differ."""
+    for key in dict.fromkeys([*mine, *other]):
+        a, b = mine.get(key), other.get(key)
+        if isinstance(a, dict) and isinstance(b, dict):
+            yield from differences(a, b, f"{place}{key}.")
+        elif a != b:
+            yield f"{place}{key}"
+
+
+def _flat(tree: dict[str, Any], place: str = "") -> dict[str, Any]:
+    """A tree of settings with dotted names, as trackers take it."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        flat |= _flat(value, f"{place}{key}.") if isinstance(value, dict) else {f"{place}{key}": str(value)}
+    return flat
+
+
+@contextmanager
+def stop_requested() -> Iterator[Callable[[], bool]]:
+    """While this lasts, Ctrl-C and SIGTERM end nothing by themselves: it gives a function that says whether one came."""
+    came: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
+    before = {number: signal.signal(number, lambda n, _: came.append(n)) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: bool(came)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

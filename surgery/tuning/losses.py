@@ -1,0 +1,238 @@
+"""The losses of tuning, each of one part of a batch.
+
+- examples: cross-entropy at the answers of training examples; with hints, also minus the log of the attention that the grafts
+  pay to what each answer is read from.
+- text: KL(base || hybrid) of every token; with bigrams, also the cross-entropy at repeated rare bigrams.
+- skills: KL(base || hybrid) at the answers to questions about what the base can do besides.
+
+The teacher is the hybrid itself with its grafts (and adapters) switched off, so it computes what the base computes and needs no
+memory; a control, which has no grafts to switch off, brings its base along.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from surgery.modeling.graft import NATS, Graft, GraftMixer
+
+IGNORE = -100
+CHUNK = 2**24  # logits whose divergence is computed at once
+
+
+@dataclass
+class Part:
+    """Rows of one kind, of which a batch has up to three.
+
+    kind: "examples", "text" or "skills". ids (b, t), padded on the right. targets (b, t): what each position has to predict, or
+    IGNORE: of examples and skills the answers, of text the next token at repeated rare bigrams. positions (b, t): of packed
+    rows. evidence (b, t, 2): for hints, the first token and the one behind the last of what a target is read from; twice the
+    same where that is not known.
+    """
+
+    kind: str
+    ids: Tensor
+    targets: Tensor
+    positions: Tensor | None = None
+    evidence: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def counts(self) -> tuple[int, int]:
+        """How many targets, and how many tokens, the losses are means over."""
+        return int((self.targets != IGNORE).sum()), self.ids.numel()
+
+    def rows(self, chosen: Tensor) -> "Part":
+        """Some of its rows."""
+        pick = (None if field is None else field[chosen] for field in (self.positions, self.evidence))
+        return Part(self.kind, self.ids[chosen], self.targets[chosen], *pick)
+
+    def to(self, device: torch.device) -> "Part":
+        """The same on a device."""
+        fields = (
+            None if field is None else field.to(device) for field in (self.ids, self.targets, self.positions, self.evidence)
+        )
+        return Part(self.kind, *fields)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The weights of the losses; that of examples is 1."""
+
+    kl: float = 1.0
+    skills: float = 0.0
+    bigrams: float = 0.0
+    hints: float = 0.0
+
+
+class Losses(nn.Module):
+    """A model and its teacher as one module, so that accelerate can wrap what computes a loss (autocast, DDP).
+
+    teacher: the base of a control; None for a hybrid, which is its own teacher.
+    """
+
+    def __init__(self, model: Any, teacher: Any, weights: Weights, dtype: torch.dtype | None = None):
+        """dtype: that autocast computes in, if any."""
+        super().__init__()
+        self.model, self.teacher, self.weights, self.dtype = model, teacher, weights, dtype
+
+    def forward(self, part: Part, counts: tuple[float, float]) -> tuple[Tensor, dict[str, Tensor]]:
+        """As `losses`, under autocast."""
+        with torch.autocast(part.ids.device.type, self.dtype, enabled=self.dtype is not None):
+            return self.losses(part, counts)
+
+    def losses(self, part: Part, counts: tuple[float, float]) -> tuple[Tensor, dict[str, Tensor]]:
+        """(the loss to minimise, its terms in nats, without their weights). counts: the numbers of targets and of tokens in the
+        whole batch, of which this part may be a share; among several processes, their means."""
+        targets, tokens = (max(count, 1e-9) for count in counts)
+        if part.kind == "examples":
+            with self._watch_grafts(part) as missed:
+                logits = self._logits(part, part.targets != IGNORE)
+            terms = {"examples": self._entropy(logits, part) / targets}
+            if missed:
+                terms["hints"] = torch.stack(missed).mean() / targets
+        elif part.kind == "skills":
+            at = part.targets != IGNORE
+            terms = {"skills": kl_divergence(self._logits(part, at), self._teacher_logits(part, at)) / targets}
+        else:
+            logits = self._logits(part, torch.ones_like(part.ids, dtype=torch.bool))
+            terms = {}
+            hits = (part.targets != IGNORE).flatten()
+            if self.weights.kl:
+                # What a bigram is taught need not be what the base says there.
+                at = ~hits.view_as(part.ids)
+                student = logits if at.all() else logits[~hits]
+                terms["kl"] = kl_divergence(student, self._teacher_logits(part, at)) / tokens
+            if self.weights.bigrams:
+                terms["bigrams"] = self._entropy(logits[hits], part) / targets
+        weights = {
+            "kl": self.weights.kl,
+            "skills": self.weights.skills,
+            "bigrams": self.weights.bigrams,
+            "hints": self.weights.hints,
+        }
+        loss = torch.stack([weights.get(name, 1.0) * term for name, term in terms.items()]).sum()
+        return loss, {name: term.detach() for name, term in terms.items()}
+
+    def _entropy(self, logits: Tensor, part: Part) -> Tensor:
+        """The sum of the cross-entropies at the targets; of none it is 0, and has a gradient."""
+        if not len(logits):
+            return logits.float().sum()
+        return F.cross_entropy(logits.float(), part.targets[part.targets != IGNORE], reduction="sum")
+
+    def _logits(self, part: Part, at: Tensor, teacher: bool = False) -> Tensor:
+        """(n, vocabulary) at the positions that are set in `at` (b, t): the head computes no others."""
+        model = self.teacher if teacher and self.teacher is not None else self.model
+        packed = {} if part.positions is None else {"position_ids": part.positions}
+        head = model.get_output_embeddings()
+        handle = head.register_forward_pre_hook(lambda _, args: (args[0][at][None], *args[1:]))
+        try:
+            return model(input_ids=part.ids, use_cache=False, **packed).logits[0]
+        finally:
+            handle.remove()
+
+    @torch.no_grad()
+    def _teacher_logits(self, part: Part, at: Tensor) -> Tensor:
+        with nullcontext() if self.teacher is not None else as_base(self.model):
+            return self._logits(part, at, teacher=True)
+
+    @contextmanager
+    def _watch_grafts(self, part: Part) -> Iterator[list[Tensor]]:
+        """Meanwhile every graft that runs adds what it misses of the evidence, (heads,) summed over the targets."""
+        missed: list[Tensor] = []
+        if not self.weights.hints or part.evidence is None:
+            yield missed
+            return
+
+        def watch(graft: Any, args: tuple) -> None:
+            mixer, hidden, streams = args[:3]
+            bias = graft_bias(graft, streams)
+            q, k = graft.queries_and_keys(mixer, hidden, streams, None, None, None)
+            missed.append(missed_attention(q, k, bias, graft.null, part.evidence).mean())
+
+        grafts = [m.graft for m in self.model.modules() if isinstance(m, GraftMixer) and m.graft is not None]
+        handles = [graft.register_forward_pre_hook(watch) for graft in grafts]
+        try:
+            yield missed
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+@contextmanager
+def as_base(model: Any) -> Iterator[None]:
+    """While this lasts, a hybrid computes what its base computes: without grafts and adapters."""
+    off = [layer for layer in model.modules() if hasattr(layer, "lora_A") and not layer.disable_adapters]
+    with model.disable_grafts():
+        try:
+            for layer in off:
+                layer.enable_adapters(False)
+            yield
+        finally:
+            for layer in off:
+                layer.enable_adapters(True)
+
+
+def kl_divergence(student: Tensor, teacher: Tensor) -> Tensor:
+    """The sum over rows of KL(teacher || student), in nats, for logits (n, vocabulary); the student alone has a gradient."""
+    return _KL.apply(student, teacher)
+
+
+class _KL(torch.autograd.Function):
+    """A few rows at a time: of what the formula needs, only the gradient, p_student - p_teacher, is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, student: Tensor, teacher: Tensor) -> Tensor:
+        total = student.new_zeros((), dtype=torch.promote_types(student.dtype, torch.float32))
+        gradient = torch.empty_like(student)
+        rows = max(1, CHUNK // student.shape[-1])
+        for first in range(0, len(student), rows):
+            piece = slice(first, first + rows)
+            p, q = (logits[piece].to(total.dtype).log_softmax(-1) for logits in (teacher, student))
+            weight = p.exp()
+            total += (weight * (p - q)).sum()
+            gradient[piece] = (q.exp() - weight).to(student.dtype)
+        ctx.save_for_backward(gradient)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> Any:
+        (gradient,) = ctx.saved_tensors
+        return gradient * upstream.to(gradient.dtype), None
+
+
+def graft_bias(graft: Graft, streams: Any) -> Tensor | None:
+    """What a graft adds to the scores of each key, (b, pairs, t), or None."""
+    if not graft.time_step or streams.log_write is None or len(graft.heads) != len(graft.signs):
+        return None
+    return streams.log_write[..., graft.heads].transpose(1, 2)
+
+
+def missed_attention(q: Tensor, k: Tensor, bias: Tensor | None, null: Tensor | None, evidence: Tensor) -> Tensor:
+    """(pairs,): minus the log of the attention that each target's evidence gets, summed over the targets.
+
+    q, k (b, pairs, t, width); bias (b, pairs, t); null (pairs,), the graft's parameter; evidence (b, t, 2) as in Part.
+    """
+    known = evidence[..., 1] > evidence[..., 0]
+    most = int(known.sum(1).max())
+    at = known.int().argsort(dim=1, descending=True, stable=True)[:, :most]  # of each row the targets, then others
+    real = known.gather(1, at)
+    first, stop = (side.gather(1, at)[:, None, :, None] for side in evidence.unbind(-1))
+    keys = torch.arange(k.shape[2], device=k.device)
+    with torch.autocast(q.device.type, enabled=False):
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        asking = q.gather(2, at[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[3])).to(dtype)
+        scores = asking @ k.to(dtype).transpose(-1, -2)  # b pairs most t
+        scores = scores if bias is None else scores + bias[:, :, None].to(dtype)
+        scores = scores.masked_fill(keys > at[:, None, :, None], -torch.inf)
+        whole = scores.logsumexp(-1)
+        if null is not None:
+            whole = torch.logaddexp(whole, NATS * null[:, None].to(dtype))
+        inside = (keys >= first) & (keys < stop) | ~real[:, None, :, None]
+        found = scores.masked_fill(~inside, -torch.inf).logsumexp(-1)
+        return (whole - found).masked_fill(~real[:, None], 0).sum((0, 2))
