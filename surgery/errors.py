@@ -2,4 +2,4 @@
 
 
 class UserError(Exception):
-    """Input that cannot be used. Its text is one line that names the input and says what to do; commands print it and exit with 2."""
+    """Input that cannot be used. Its text is one line that names the input and says what to do; commands exit with 2."""

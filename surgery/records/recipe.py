@@ -3,6 +3,7 @@
 The text below a field says what the setting means; `surgery list settings` prints it.
 """
 
+import copy
 import difflib
 import re
 import types
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin
 
 import pydantic
+import yaml
 from pydantic import BeforeValidator, Field, model_validator
 
 from surgery.errors import UserError
@@ -360,9 +362,8 @@ def read_recipe(path: str | Path | None, settings: Sequence[str] = (), **fixed: 
     tree = {} if path is None else parse_yaml(read_text(path), str(path))
     if not isinstance(tree, dict):
         raise UserError(f"{path} is no recipe: it holds no keys")
-    for setting in settings:
-        _apply(tree, setting)
-    return make_recipe(tree | {key: value for key, value in fixed.items() if value is not None}, str(path or "the settings"))
+    tree = apply_settings(tree, settings)
+    return make_recipe(tree | {key: value for key, value in fixed.items() if value is not None}, str(path or "--set"))
 
 
 def make_recipe(tree: dict[str, Any], source: str) -> Recipe:
@@ -373,19 +374,27 @@ def make_recipe(tree: dict[str, Any], source: str) -> Recipe:
         raise UserError(f"{source}: {_complaint(error)}") from error
 
 
-def _apply(tree: dict[str, Any], setting: str) -> None:
-    """Change a recipe's tree by one `key=value`."""
-    key, equals, value = setting.partition("=")
-    if not equals:
-        raise UserError(f"--set takes KEY=VALUE, e.g. tune.steps=300, not '{setting[:80]}'")
-    *parents, leaf = key.strip().split(".")
-    branch = tree
-    for name in parents:
-        branch[name] = {} if branch.get(name) is None else branch[name]
-        branch = branch[name]
-        if not isinstance(branch, dict):
-            raise UserError(f"--set {key}: '{name}' has no keys of its own")
-    branch[leaf] = parse_yaml(value, f"--set {key}: the value")
+def recipe_text(recipe: Recipe) -> str:
+    """A recipe as YAML, without what is at its default."""
+    return yaml.safe_dump(recipe.model_dump(mode="json", exclude_defaults=True), sort_keys=False)
+
+
+def apply_settings(tree: dict[str, Any], settings: Sequence[str]) -> dict[str, Any]:
+    """A copy of a recipe's tree, changed by `key=value` settings. Raises UserError for what is none."""
+    tree = copy.deepcopy(tree)
+    for setting in settings:
+        key, equals, value = setting.partition("=")
+        if not equals:
+            raise UserError(f"--set takes KEY=VALUE, e.g. tune.steps=300, not '{setting[:80]}'")
+        *parents, leaf = key.strip().split(".")
+        branch = tree
+        for name in parents:
+            branch[name] = {} if branch.get(name) is None else branch[name]
+            branch = branch[name]
+            if not isinstance(branch, dict):
+                raise UserError(f"--set {key}: '{name}' has no keys of its own")
+        branch[leaf] = parse_yaml(value, f"--set {key}: the value")
+    return tree
 
 
 def _complaint(error: pydantic.ValidationError) -> str:

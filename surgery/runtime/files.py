@@ -169,9 +169,9 @@ class OutputFolder:
         self._save()
 
     @contextmanager
-    def new_folder(self, name: str, settings: Any = None) -> Iterator[Path]:
+    def new_folder(self, name: str, settings: Any = None, *, keep: bool = False) -> Iterator[Path]:
         """A folder to fill out of sight; if the work succeeds, its files take the place of ours in the folder `name` ("." for
-        this folder itself), and otherwise everything is as before."""
+        this folder itself), and otherwise everything is as before. keep: files of ours that are not in it stay."""
         staging, target = self.path / STAGING, self.path / name
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir()
@@ -183,12 +183,12 @@ class OutputFolder:
                 self._refuse_foreign(each)
             old = [each for each in self._files if each not in new and (name == "." or each.startswith(f"{name}/"))]
             self._save(moving=new)  # so that a run which is killed now knows next time that these are ours
-            self.remove(old)
+            self.remove([] if keep else old)
             for file in files:
                 (target / file).parent.mkdir(parents=True, exist_ok=True)
                 os.replace(staging / file, target / file)
             self._files |= new
-            self._made_by[name] = settings_digest(settings)
+            self._made_by |= dict.fromkeys([name, *new], settings_digest(settings))
             self._save()
         except OSError as error:
             raise UserError(f"cannot write {target}: {error.strerror or error}") from error

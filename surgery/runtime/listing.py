@@ -25,7 +25,7 @@ def list_modules(folder: str, marker: str) -> dict[str, str]:
 def list_table(file: str, table: str) -> dict[str, str]:
     """Key -> first line about it, of a dictionary that a module defines at its top.
 
-    file: inside this package, e.g. "evaluation/suites.py". A value that is a text is itself the line, and so is the first text of
+    file: inside this package, e.g. "evaluation/suites.py". A value that is a text is itself the line, as is the first text of
     a call; the name of a function or class is described by its docstring.
     """
     path = PACKAGE / file

@@ -1,0 +1,122 @@
+"""`surgery run MODEL`: a recipe chosen from a first look, and what a recipe takes in time and memory."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from surgery.errors import UserError
+from surgery.look import Look, cache_folder
+from surgery.records.recipe import TOY, Recipe, apply_settings, make_recipe
+from surgery.runtime.files import file_digest, read_text, write_text
+from surgery.runtime.progress import duration, size
+
+HELD_OUT = 10  # of a text, the last part of so many is measured on
+LARGEST = 64  # pairs of a dictionary in training examples and in bench
+LEAST_TEXT = 20_000  # characters: fewer are no text to hold a model to
+TOKENS_PER_PAIR = 4  # of a dictionary
+BACKWARD = 3  # a step of training takes so many forward passes
+
+
+def choose_recipe(seen: Look, model: str, text: Path | None, settings: list[str]) -> Recipe:
+    """The recipe for a model, by what was seen of it; `settings` (key=value) go before what is chosen.
+
+    text: is divided into a part that tuning sees and one that is measured on. Raises UserError where a text is needed and there
+    is none.
+    """
+    pairs = seen.pairs or 4
+    low = max(4, pairs // 2)
+    tree: dict[str, Any] = {
+        "model": model,
+        "locate": {"options": {"pairs": pairs}, "examples": 128},
+        "plan": {"heads": "auto"},
+        "tune": {
+            "steps": "auto",
+            "max_steps": 300,
+            "learning_rate": 2e-3,
+            "examples": [{"probe": "kv", "options": {"pairs": [low, LARGEST]}}],
+            "batch_size": 8,
+            "text_batch_size": 4,
+            "kl_weight": 4.0,
+            "hints": {},
+        },
+        "bench": {"pairs": sorted({low, pairs, LARGEST}), "limit": 300, "windows": 32, "contexts": [256, 1024]},
+    }
+    given = {setting.partition("=")[0].strip() for setting in settings}
+    if text is not None:
+        train, held_out = divide_text(text)
+        facts = TOY if seen.facts == TOY else "capitals"
+        tree["data"] = {"train_text": [str(train)], "held_out_text": str(held_out), "facts": facts}
+    elif seen.facts != TOY and "data.train_text" not in given:
+        raise UserError(f"{seen.model} does not know the built-in toy data; give text of the kind that it knows, --text FILE")
+    return make_recipe(apply_settings(tree, settings), "--set")
+
+
+def check_text(text: Path) -> None:
+    """Raise UserError for a text that cannot be read or is too short to be divided; before anything else is done."""
+    if text.suffix not in ("", ".txt", ".md"):
+        raise UserError(
+            f"--text takes plain text (.txt, .md), not {text}; for tables set data.train_text and data.held_out_text"
+        )
+    if (length := len(read_text(text))) < LEAST_TEXT:
+        raise UserError(f"{text} has {length:,} characters; at least {LEAST_TEXT:,} are needed, a hundred pages are better")
+
+
+def divide_text(text: Path) -> tuple[Path, Path]:
+    """A text's first part and its last, in files of the user's cache folder; divided between paragraphs, lines or words."""
+    whole = read_text(text)
+    middle = len(whole) - len(whole) // HELD_OUT
+    for between in ("\n\n", "\n", " "):
+        if (place := whole.rfind(between, len(whole) // 2, middle)) > 0:
+            middle = place + len(between)
+            break
+    folder = cache_folder("text") / file_digest(text)[:16]
+    train, held_out = folder / "train.txt", folder / "held_out.txt"
+    write_text(train, whole[:middle])
+    write_text(held_out, whole[middle:])
+    return train, held_out
+
+
+class Estimate(NamedTuple):
+    """What a recipe takes: seconds by stage, and bytes of memory."""
+
+    seconds: dict[str, float]
+    memory: int
+
+    def __str__(self) -> str:
+        stages = ", ".join(f"{stage} {duration(each)}" for stage, each in self.seconds.items())
+        return f"about {duration(sum(self.seconds.values()))} ({stages}), {size(self.memory)} of memory"
+
+
+def estimate(recipe: Recipe, seen: Look) -> Estimate:
+    """By counts of tokens and the speed of a forward pass that the look measured; by a formula for bytes.
+
+    Weights are shared by all models of a run; what is trained is small beside them. A step of training holds, for each of its
+    tokens, about 40 numbers of the hidden size a layer, and the logits three times.
+    """
+    tune, bench = recipe.tune, recipe.bench
+    pairs = [max(_numbers(entry.options.get("pairs"), 32)) for entry in tune.examples] or [0]
+    example = TOKENS_PER_PAIR * max(pairs) // 2
+    steps = tune.max_steps if tune.steps == "auto" else tune.steps
+    trained = 1 + sum(
+        control in ("tuned", "same_layer", "random_site", "adapters", "whole_layer") for control in bench.controls
+    )
+    step = BACKWARD * tune.batch_size * example + (BACKWARD + 1) * tune.text_batch_size * tune.text_tokens
+    located = recipe.locate.examples * TOKENS_PER_PAIR * max(_numbers(recipe.locate.options.get("pairs"), 32))
+    asked = bench.limit * TOKENS_PER_PAIR * (sum(bench.pairs) + bench.pairs[-1]) + bench.windows * bench.window
+    tokens = {
+        "locate": located * (BACKWARD + 5 * recipe.locate.roles // 4),
+        "tune": steps * step * trained,
+        "bench": asked * (2 + trained),
+        "export": 0,
+    }
+    seconds = {stage: count / max(1.0, seen.tokens_per_second) for stage, count in tokens.items()}
+    seconds["export"] = 15 + seen.parameters * 4 / 2**28
+    width = 2 if seen.dtype in ("float16", "bfloat16") else 4
+    batch = tune.batch_size // tune.gradient_accumulation_steps * example + tune.text_batch_size * tune.text_tokens
+    hidden = (seen.parameters / max(1, seen.layers) / 6) ** 0.5
+    activations = batch * width * (40 * hidden * (1 if tune.gradient_checkpointing else seen.layers) + 3 * seen.vocabulary)
+    return Estimate(seconds, int(2**29 + seen.parameters * width + activations))
+
+
+def _numbers(value: Any, default: int) -> list[int]:
+    """Of an option that is a number or a range."""
+    return [default] if value is None else list(value) if isinstance(value, list | tuple) else [int(value)]

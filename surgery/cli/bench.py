@@ -1,0 +1,106 @@
+"""surgery bench"""
+
+import re
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from surgery.cli.options import (
+    ModelArgument,
+    OutFolder,
+    Overwrite,
+    RecipeOption,
+    Resume,
+    Settings,
+    Trust,
+    check_models,
+    read_config,
+)
+from surgery.errors import UserError
+from surgery.records.recipe import read_recipe
+from surgery.records.report import Report
+from surgery.runtime.files import open_output
+
+REQUIREMENT = re.compile(r"([\w.]+)\s*(>=|<=)\s*([-+]?[\d.]+)")
+
+
+def bench(
+    base: ModelArgument,
+    models: Annotated[list[str], typer.Argument(metavar="HYBRID...", help="What is compared with it.", callback=check_models)],
+    out: OutFolder,
+    recipe: RecipeOption = None,
+    settings: Settings = [],  # noqa: B006
+    require: Annotated[
+        list[str], typer.Option("--require", metavar="NAME>=VALUE", help="Exit with 1 unless, e.g. kv.64>=0.8.")
+    ] = [],  # noqa: B006
+    resume: Resume = False,
+    overwrite: Overwrite = False,
+    trust_remote_code: Trust = False,
+) -> None:
+    """Compare models on the same questions, with intervals, and say whether the edit helped.
+
+    Controls that need tuning are made by `surgery run`; here those are measured that need none.
+
+    Examples:
+      surgery bench checkpoints/tiny-mamba2 runs/mine/tuned --out runs/mine/bench
+      surgery bench BASE HYBRID --set bench.pairs=[64] --require "kv.64>=0.8" --out bench
+    """
+    options = read_recipe(recipe, settings, model=base)
+    required = [_parse(each) for each in require]
+    if read_config(base).get("grafts") and not read_config(models[0]).get("grafts"):
+        raise UserError(f"{base} is a hybrid and {models[0]} is none; the base comes first")
+    from surgery.pipeline import data_files
+
+    with open_output(out, [base, *models, *data_files(options)], resume=resume, overwrite=overwrite) as output:
+        from surgery.evaluation.bench import bench as bench_models
+        from surgery.models.load import load
+        from surgery.report.page import write_report
+
+        if overwrite:
+            output.clear()
+        given = {"dtype": options.dtype, "device": options.device, "trust_remote_code": trust_remote_code}
+        opened = {"base": load(base, tokenizer=options.tokenizer, **given)}
+        opened |= {_name(each, models): load(each, **given) for each in models}
+        with output.folder("measured") as folder:
+            report = bench_models(
+                {name: model for name, (model, _) in opened.items()},
+                opened["base"][1],
+                options.bench,
+                data=options.data,
+                seed=options.seed,
+                main=_name(models[0], models),
+                folder=folder,
+                base_name=base,
+                recipe=options.public(),
+            )
+        with output.new_folder(".", keep=True) as folder:
+            write_report(report, folder)
+    print(report.summary())
+    print(f"\nReport: {out / 'report.html'}")
+    if failed := [said for each in required if (said := _check(report, *each))]:
+        print("\n".join(failed))
+        raise typer.Exit(1)
+
+
+def _name(model: str, models: list[str]) -> str:
+    """A model's name in the report: its folder's, or all of it where two are alike."""
+    short = Path(model).name
+    return short if [Path(each).name for each in models].count(short) == 1 and short != "base" else model
+
+
+def _parse(text: str) -> tuple[str, str, float]:
+    match = REQUIREMENT.fullmatch(text.strip())
+    if match is None:
+        raise UserError(f"--require takes NAME>=VALUE or NAME<=VALUE, e.g. kv.64>=0.8, not '{text}'")
+    name, sign, value = match.groups()
+    return name, sign, float(value)
+
+
+def _check(report: Report, name: str, sign: str, value: float) -> str:
+    """What is wrong with the main model's result; nothing where the requirement holds."""
+    found = report.main.results.get(name)
+    if found is None:
+        raise UserError(f"--require: '{name}' was not measured; there are {', '.join(report.main.results)}")
+    holds = found.mean >= value if sign == ">=" else found.mean <= value
+    return "" if holds else f"required {name}{sign}{value:g}; it is {found.mean:.3f}, off by {abs(found.mean - value):.3f}"

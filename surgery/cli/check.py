@@ -1,0 +1,5 @@
+"""surgery check"""
+
+
+def check() -> None:
+    """Is a model's state right?"""

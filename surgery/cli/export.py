@@ -1,0 +1,60 @@
+"""surgery export"""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from surgery.cli.options import HybridArgument, OutFolder, Overwrite, Trust, check_file, check_model, read_record
+from surgery.errors import UserError
+from surgery.records.plan import Plan
+from surgery.records.report import Report
+from surgery.runtime.files import refuse_inputs
+from surgery.runtime.listing import list_table
+
+
+def export(
+    hybrid: HybridArgument,
+    out: OutFolder,
+    format: Annotated[str, typer.Option("--format", help="hf, patch, nemotron_h, mamba_ssm or gguf.")] = "hf",
+    base: Annotated[str | None, typer.Option("--base", help="The base, for a patch: a folder or a Hub id.")] = None,
+    report: Annotated[Path | None, typer.Option("--report", help="report.json that measured it, for the card.")] = None,
+    verify: Annotated[str, typer.Option("--verify", help="quick, or full: 64 greedy tokens, in float32.")] = "quick",
+    overwrite: Overwrite = False,
+    trust_remote_code: Trust = False,
+) -> None:
+    """Write a hybrid in a format that others load, proved equal in a fresh process.
+
+    Examples:
+      surgery export runs/demo/hybrid --format patch --base checkpoints/tiny-skills --out runs/demo-patch
+    """
+    known = list_table("exporting/export.py", "FORMATS")
+    if format not in known:
+        raise UserError(f"there is no format '{format}'; there are {', '.join(known)}")
+    if base is not None:
+        check_model(base)
+    refuse_inputs(out, [each for each in (hybrid, base, report) if each is not None])
+    measured = None if report is None else read_record(check_file(report) or report, Report)
+    from surgery.exporting.export import PLAN
+    from surgery.exporting.export import export as export_hybrid
+    from surgery.exporting.patch import RECORD, Patch, is_patch, join_patch
+    from surgery.models.load import load
+
+    plan = Plan.read(Path(hybrid) / PLAN) if (Path(hybrid) / PLAN).exists() else None
+    if is_patch(hybrid):
+        model, tokenizer = join_patch(hybrid, base)
+        base = base or Patch.read(Path(hybrid) / RECORD).base.place(Path(hybrid))
+    else:
+        model, tokenizer = load(hybrid, trust_remote_code=trust_remote_code)
+        base = base or _base_of(Path(hybrid))
+    proof = export_hybrid(
+        model, tokenizer, out, format=format, plan=plan, report=measured, base=base, verify=verify, overwrite=overwrite
+    )
+    print(f"{out}: {proof}" if proof else f"{out} is written")
+
+
+def _base_of(folder: Path) -> str | None:
+    """What the record of an export says of its base."""
+    from surgery.exporting.export import RECORD, Export
+
+    return Export.read(folder / RECORD).base.place(folder) if (folder / RECORD).exists() else None

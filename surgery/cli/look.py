@@ -1,0 +1,33 @@
+"""surgery look"""
+
+from typing import Annotated
+
+import typer
+
+from surgery.cli.options import AsJson, ModelArgument, TextOption, Trust
+from surgery.runtime.files import read_text
+
+
+def look(
+    model: ModelArgument,
+    text: TextOption = None,
+    dtype: Annotated[str, typer.Option("--dtype", help="What it is computed in; auto: as it is stored.")] = "auto",
+    as_json: AsJson = False,
+    trust_remote_code: Trust = False,
+) -> None:
+    """Take a first look at a model: is editing worth trying?
+
+    Prints what the model is, what can be edited, what it retrieves (dictionaries of 4 to 64 pairs), its other skills, the loss
+    on the text, the bytes of its cache, and a verdict.
+
+    Examples:
+      surgery look checkpoints/tiny-mamba2
+    """
+    if text is not None:
+        read_text(text)
+    from surgery.look import look as look_at
+    from surgery.models.load import load
+
+    opened, tokenizer = load(model, dtype=dtype, trust_remote_code=trust_remote_code)
+    seen = look_at(opened, tokenizer, text=text, name=model)
+    print(seen.text() if as_json else seen)

@@ -1,0 +1,144 @@
+"""Arguments and options that several commands share, and what can be checked of them before torch is imported."""
+
+import difflib
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from surgery.errors import UserError
+from surgery.runtime.files import read_text
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+WEIGHTS = ("config.json", "patch.json")
+KINDS = {"ranking": {"heads", "probe"}, "plan": {"sites", "starts"}, "report": {"verdict", "models"}}
+
+
+def check_model(name: str) -> str:
+    """The name of a model that may be there. Raises UserError, and says what lies there instead."""
+    path = Path(name)
+    if path.is_file():
+        raise UserError(f"{name} is a file; give the model's folder" + (f": {path.parent}" if path.name in WEIGHTS else ""))
+    if path.is_dir():
+        _list(path)
+        return name
+    if not HUB_ID.fullmatch(name):
+        raise UserError(f"there is no folder {name}{_close(path)}; an id on the Hub has the form OWNER/NAME")
+    if path.parent.is_dir():
+        raise UserError(f"there is no folder {name}{_close(path)}")
+    return name
+
+
+def check_models(names: list[str]) -> list[str]:
+    """As check_model, of several."""
+    return [check_model(name) for name in names]
+
+
+def check_file(path: Path | None) -> Path | None:
+    """A file or folder that is there. Raises UserError."""
+    if path is not None and not path.exists():
+        raise UserError(f"there is no file {path}{_close(path)}")
+    return path
+
+
+def refuse_hybrid(name: str) -> str:
+    """Raise UserError for a local folder that holds a hybrid of ours where a base is wanted."""
+    if read_config(name).get("grafts"):
+        raise UserError(f"{name} is a hybrid already; give its base")
+    return name
+
+
+def refuse_base(name: str) -> str:
+    """Raise UserError for a local folder that holds no graft where a hybrid is wanted."""
+    if (Path(name) / "config.json").exists() and not read_config(name).get("grafts"):
+        raise UserError(f"{name} is no hybrid: it holds no grafts; make one with `surgery splice {name} PLAN --out HYBRID`")
+    return name
+
+
+def read_config(name: str) -> dict[str, Any]:
+    """config.json of a local folder; nothing where there is none."""
+    path = Path(name) / "config.json"
+    if not path.exists():
+        return {}
+    try:
+        held = json.loads(read_text(path))
+    except ValueError as error:
+        raise UserError(f"{path} is no JSON: {error}") from error
+    return held if isinstance(held, dict) else {}
+
+
+def read_record(path: Path, kind: Any) -> Any:
+    """A ranking, plan or report. Raises UserError that says what the file is instead."""
+    path = path / f"{kind.__name__.lower()}.json" if path.is_dir() else path
+    text = read_text(path)
+    try:
+        keys = set(json.loads(text))
+    except (ValueError, TypeError):
+        keys = set()
+    wanted = kind.__name__.lower()
+    other = next((name for name, marks in KINDS.items() if name != wanted and marks <= keys), None)
+    if other is not None and not keys >= KINDS[wanted]:
+        raise UserError(f"{path} is a {other}; here a {wanted} is wanted, {wanted}.json")
+    return kind.read(path)
+
+
+def _list(folder: Path) -> None:
+    try:
+        held = {path.name for path in folder.iterdir()}
+    except OSError as error:
+        raise UserError(f"cannot read {folder}: {error.strerror}") from error
+    if not held & {*WEIGHTS, "params.json"}:
+        found = [place for place in ("hybrid", "model") if (folder / place / "config.json").exists()]
+        hint = f"; {folder / found[0]} is one" if found else ""
+        raise UserError(f"{folder} holds no model: there is no config.json{hint}")
+
+
+def _close(path: Path) -> str:
+    """ "; did you mean ...?", of what lies beside."""
+    beside = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
+    close = difflib.get_close_matches(path.name, beside, n=1)
+    return f"; did you mean {path.parent / close[0]}?" if close else ""
+
+
+def _checked(*checks: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A callback of typer that runs checks, of values that are given."""
+
+    def callback(value: Any) -> Any:
+        for check in checks if value is not None else ():
+            check(value)
+        return value
+
+    return callback
+
+
+ModelArgument = Annotated[
+    str, typer.Argument(metavar="MODEL", help="A folder, a Hub id, or a patch.", callback=_checked(check_model))
+]
+BaseArgument = Annotated[
+    str, typer.Argument(metavar="MODEL", help="The base: a folder or a Hub id.", callback=_checked(check_model, refuse_hybrid))
+]
+HybridArgument = Annotated[
+    str, typer.Argument(metavar="HYBRID", help="A hybrid's folder, or a patch.", callback=_checked(check_model, refuse_base))
+]
+RankingArgument = Annotated[
+    Path, typer.Argument(metavar="RANKING", help="ranking.json, or the folder that holds it.", callback=_checked(check_file))
+]
+PlanArgument = Annotated[
+    Path, typer.Argument(metavar="PLAN", help="plan.json, or the folder that holds it.", callback=_checked(check_file))
+]
+Settings = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="Change a setting, e.g. tune.steps=300.")]
+RecipeOption = Annotated[
+    Path | None, typer.Option("--recipe", help="A recipe to take the settings from.", callback=_checked(check_file))
+]
+TextOption = Annotated[
+    Path | None, typer.Option("--text", help="Text of the kind that the model knows.", callback=_checked(check_file))
+]
+OutFile = Annotated[Path, typer.Option("--out", help="The file to write.")]
+OutFolder = Annotated[Path, typer.Option("--out", help="The folder to write to.")]
+Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Allow code that comes with the checkpoint to run.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what an earlier run wrote to --out.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]

@@ -1,0 +1,63 @@
+"""surgery plan"""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from surgery.cli.options import (
+    OutFile,
+    Overwrite,
+    RankingArgument,
+    RecipeOption,
+    Settings,
+    Trust,
+    check_model,
+    read_record,
+    refuse_hybrid,
+)
+from surgery.errors import UserError
+from surgery.records.ranking import Ranking
+from surgery.records.recipe import read_recipe
+from surgery.runtime.files import check_output_file
+
+
+def plan(
+    ranking: RankingArgument,
+    base: Annotated[str | None, typer.Option("--base", help="The base; by default where the ranking says.")] = None,
+    out: OutFile = Path("plan.json"),
+    recipe: RecipeOption = None,
+    settings: Settings = [],  # noqa: B006
+    overwrite: Overwrite = False,
+    trust_remote_code: Trust = False,
+) -> None:
+    """Choose the heads that get attention, and set how it starts.
+
+    The text of data.train_text says when a graft stays closed (plan.share).
+
+    Examples:
+      surgery plan runs/mine/ranking.json --set plan.heads=2 --out runs/mine/plan.json
+    """
+    ranked = read_record(ranking, Ranking)
+    model = base or (ranked.provenance.base if ranked.provenance else None)
+    if model is None:
+        raise UserError(f"{ranking} does not say which base it is of; say it with --base")
+    refuse_hybrid(check_model(model))
+    options = read_recipe(recipe, settings, model=model)
+    check_output_file(out, [model, ranking, *([recipe] if recipe else [])], overwrite=overwrite, marks=("sites", "starts"))
+    from surgery.models.digests import fingerprint
+    from surgery.models.load import load
+    from surgery.pipeline import choose_plan
+
+    given = {"dtype": options.dtype, "device": options.device, "trust_remote_code": trust_remote_code}
+    opened, tokenizer = load(model, tokenizer=options.tokenizer, **given)
+    print_ = fingerprint(opened)
+    if ranked.provenance is not None and ranked.provenance.fingerprint != print_:
+        raise UserError(f"{ranking} is of {ranked.provenance.base} as it was then, and {model} has other weights; locate again")
+    chosen = choose_plan(opened, tokenizer, ranked, options, print_)
+    chosen.write(out)
+    for site in chosen.sites:
+        print(
+            f"{site}: {'attention in place of the mixer' if chosen.kind == 'layer' else f'gated attention, g = {chosen.gate:g}'}"
+        )
+    print(f"Plan: {out}")

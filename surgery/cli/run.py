@@ -1,0 +1,84 @@
+"""surgery run"""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from surgery.cli.options import Overwrite, Resume, Settings, TextOption, Trust, check_model, refuse_hybrid
+from surgery.errors import UserError
+from surgery.records.recipe import apply_settings, make_recipe, read_recipe, recipe_text
+from surgery.runtime.progress import say
+
+
+def run(
+    target: Annotated[str, typer.Argument(metavar="MODEL|RECIPE", help="A model (folder or Hub id), or a recipe's file.")],
+    text: TextOption = None,
+    out: Annotated[Path | None, typer.Option("--out", help="The folder to write to; runs/NAME by default.")] = None,
+    settings: Settings = [],  # noqa: B006
+    resume: Resume = False,
+    overwrite: Overwrite = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what it would take, and write nothing.")] = False,
+    anyway: Annotated[
+        bool, typer.Option("--anyway", help="Go on although a first look says that it is not worth trying.")
+    ] = False,
+    verify: Annotated[str, typer.Option("--verify", help="Of the export: quick or full.")] = "quick",
+    trust_remote_code: Trust = False,
+) -> None:
+    """Edit a model and say whether it helped, or follow a recipe.
+
+    For a model, a first look chooses the recipe, which --set changes; it is kept as recipe.yaml. The folder then holds
+    report.html, the hybrid, and what each step found. Exit status 1: the model is not worth editing, or another skill was lost.
+
+    Examples:
+      surgery run checkpoints/tiny-mamba2 --dry-run
+      surgery run MODEL --text my.txt
+      surgery run recipes/demo.yaml
+    """
+    if verify not in ("quick", "full"):
+        raise UserError(f"--verify takes quick or full, not '{verify}'")
+    place = Path(target)
+    is_recipe = place.suffix in (".yaml", ".yml")
+    out = out or Path("runs") / (place.stem if is_recipe else place.name)
+    if is_recipe:
+        if text is not None:
+            raise UserError("--text is for a model; a recipe names its texts itself, in data.train_text and data.held_out_text")
+        recipe = read_recipe(place, settings)
+        check_model(recipe.model)
+    else:
+        refuse_hybrid(check_model(target))
+        recipe = make_recipe(apply_settings({"model": target}, settings), "--set")  # a wrong setting is refused before any work
+    from surgery import automatic
+    from surgery.look import look
+    from surgery.models.load import load
+    from surgery.pipeline import run as run_recipe
+
+    if text is not None:
+        automatic.check_text(text)
+    if not is_recipe or dry_run:
+        model, tokenizer = load(
+            recipe.model,
+            tokenizer=recipe.tokenizer,
+            dtype=recipe.dtype,
+            device=recipe.device,
+            trust_remote_code=trust_remote_code,
+        )
+        seen = look(model, tokenizer, text=text, name=place.name, seed=recipe.seed)
+        del model
+        if not is_recipe:
+            print(seen)
+            recipe = automatic.choose_recipe(seen, target, text, settings)
+        if dry_run:
+            print(f"\n{recipe_text(recipe)}\nEstimate: {automatic.estimate(recipe, seen)}")
+        if not seen.worth and not is_recipe and not anyway:
+            print("Nothing was done. --anyway goes on." if not seen.why_not else "Nothing was done.")
+            raise typer.Exit(1)
+        if dry_run:
+            return
+        say(f"estimate: {automatic.estimate(recipe, seen)}")
+    report = run_recipe(recipe, out, resume=resume, overwrite=overwrite, trust_remote_code=trust_remote_code, verify=verify)
+    print(report.summary())
+    print(f"\nReport: {out / 'report.html'}\nHybrid: {out / 'hybrid'}")
+    print(f'Use it: AutoModelForCausalLM.from_pretrained("{out / "hybrid"}", trust_remote_code=True)')
+    if report.verdict.answer == "mixed":
+        raise typer.Exit(1)

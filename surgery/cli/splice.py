@@ -1,0 +1,30 @@
+"""surgery splice"""
+
+from surgery.cli.options import BaseArgument, OutFolder, Overwrite, PlanArgument, Trust, read_record
+from surgery.records.plan import Plan
+from surgery.runtime.files import open_output
+
+
+def splice(
+    model: BaseArgument,
+    plan: PlanArgument,
+    out: OutFolder,
+    overwrite: Overwrite = False,
+    trust_remote_code: Trust = False,
+) -> None:
+    """Put the attention of a plan into a model; nothing is trained yet.
+
+    Examples:
+      surgery splice checkpoints/tiny-mamba2 runs/mine/plan.json --out runs/mine/spliced
+    """
+    chosen = read_record(plan, Plan)
+    with open_output(out, [model, plan], overwrite=overwrite) as output:
+        from surgery.exporting.export import write_export
+        from surgery.models.load import load
+        from surgery.splicing.splice import splice as splice_model
+
+        base, tokenizer = load(model, trust_remote_code=trust_remote_code)
+        hybrid = splice_model(base, chosen)
+        with output.new_folder(".") as folder:
+            write_export(hybrid, tokenizer, folder, out, plan=chosen, base=model)
+    print(f"Hybrid: {out}")

@@ -1,0 +1,46 @@
+"""surgery tune"""
+
+from pathlib import Path
+
+from surgery.cli.options import HybridArgument, OutFolder, Overwrite, RecipeOption, Resume, Settings, Trust
+from surgery.records.plan import Plan
+from surgery.records.recipe import read_recipe
+from surgery.runtime.files import open_output
+from surgery.runtime.processes import is_main
+
+
+def tune(
+    hybrid: HybridArgument,
+    out: OutFolder,
+    recipe: RecipeOption = None,
+    settings: Settings = [],  # noqa: B006
+    resume: Resume = False,
+    overwrite: Overwrite = False,
+    trust_remote_code: Trust = False,
+) -> None:
+    """Train the attention of a hybrid; the folder then holds the tuned hybrid.
+
+    Examples:
+      surgery tune runs/mine/spliced --set tune.steps=100 --out runs/mine/tuned
+    """
+    options = read_recipe(recipe, settings, model=hybrid)
+    from surgery.pipeline import data_files
+
+    with open_output(out, [hybrid, *data_files(options)], resume=resume, overwrite=overwrite) as output:
+        from surgery.cli.export import _base_of
+        from surgery.exporting.export import write_export
+        from surgery.models.load import load
+        from surgery.tuning.loop import tune as tune_model
+
+        if overwrite:
+            output.clear()
+        model, tokenizer = load(
+            hybrid, tokenizer=options.tokenizer, dtype=options.dtype, device=options.device, trust_remote_code=trust_remote_code
+        )
+        with output.folder("tuning") as folder:
+            log = tune_model(model, tokenizer, options.tune, options.data, seed=options.seed, folder=folder)
+        plan = Plan.read(Path(hybrid) / "plan.json") if (Path(hybrid) / "plan.json").exists() else None
+        if is_main():
+            with output.new_folder(".", keep=True) as folder:
+                write_export(model, tokenizer, folder, out, plan=plan, base=_base_of(Path(hybrid)))
+    print(f"{len(log.steps)} steps; whether they helped, `surgery bench BASE {out}` says\nHybrid: {out}")

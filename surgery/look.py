@@ -1,0 +1,270 @@
+"""A first look at a model: what it is, what can be edited, what it retrieves, what its cache takes, and a verdict: is editing
+worth trying?
+
+Retrieval is asked with the smallest dictionaries first. A base that is at chance there shows nothing by which heads could be
+located, and larger ones are not asked.
+"""
+
+import contextlib
+import math
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from surgery.errors import UserError
+from surgery.evaluation.costs import cache_bytes, read_context
+from surgery.evaluation.statistics import estimate
+from surgery.evaluation.texts import open_held_out, token_losses
+from surgery.models.digests import fingerprint
+from surgery.probes import make_probe
+from surgery.probes.question import Question
+from surgery.probes.scoring import answer
+from surgery.probes.toy_tokenizer import is_toy_tokenizer
+from surgery.records.plan import Plan
+from surgery.records.ranking import Estimate
+from surgery.records.recipe import TOY, Data
+from surgery.records.record import Record, installed_version
+from surgery.records.site import Site
+from surgery.runtime.files import file_digest, settings_digest
+from surgery.runtime.progress import bar, size
+from surgery.splicing.splice import adopt, splice
+
+PAIRS = (4, 8, 16, 32, 64)  # entries of a dictionary
+SKILLS = {"choice": "multiple choice", "knowledge": "facts"}
+MOST, LEAST, DECIDING = 128, 12, 32  # questions of a kind; at least so many; of the smallest dictionaries, which decide
+SECONDS = 4.0  # for the questions of a kind, beyond the least
+SEED = 70_001  # added to the seed: no other questions have it
+WINDOWS, WINDOW = 16, 256  # of text
+SHORT, LONG = 64, 128  # tokens of the prompts from whose caches longer ones are counted
+CONTEXTS = (4_096, 32_768, 131_072)
+SURE, CEILING = 0.5, 0.98  # accuracies: with 4 entries, what no guessing reaches; and what leaves nothing to gain
+
+
+class Score(Record):
+    """An accuracy, and what guessing gives."""
+
+    accuracy: Estimate
+    chance: float
+
+    @property
+    def at_chance(self) -> bool:
+        """Whether guessing explains it."""
+        return self.accuracy.low <= self.chance
+
+    def __str__(self) -> str:
+        a = self.accuracy
+        return f"{a.mean:.2f} [{a.low:.2f}, {a.high:.2f}], chance {self.chance:.2f}" + (", at chance" if self.at_chance else "")
+
+
+class Held(Record):
+    """Bytes of cache and state after a context."""
+
+    context: int
+    bytes: int
+    a_head: int | None
+    """What one grafted head adds."""
+
+
+class Look(Record):
+    """What a first look saw."""
+
+    schema_version: int = 2
+    toolkit: str
+    fingerprint: str
+    model: str
+    model_type: str
+    parameters: int
+    dtype: str
+    layers: int
+    vocabulary: int
+    editable: tuple[int, ...]
+    """The layers some of whose heads can be grafted."""
+    heads: int
+    """Heads, or channels, of such a layer."""
+    why_not: str
+    """What keeps the model from being edited; empty where nothing does."""
+    retrieval: dict[int, Score]
+    """Entries of a dictionary -> accuracy."""
+    skills: dict[str, Score]
+    facts: str
+    """What skills are asked about: toy or capitals."""
+    text_loss: Estimate | None
+    """Loss on the text, in nats per token."""
+    text_uniform: float
+    """That of guessing among all tokens."""
+    held: tuple[Held, ...]
+    tokens_per_second: float
+    """Of a forward pass, for estimates."""
+    worth: bool
+    verdict: str
+
+    @property
+    def pairs(self) -> int | None:
+        """The size of dictionary to locate with: of those answered above chance, the one nearest to half of the questions."""
+        between = {n: each.accuracy.mean for n, each in self.retrieval.items() if not each.at_chance}
+        return min(between, key=lambda n: abs(between[n] - 0.5), default=None)
+
+    @property
+    def misreads_text(self) -> bool:
+        """Whether the loss on the text is no better than guessing among all tokens."""
+        return self.text_loss is not None and self.text_loss.mean >= self.text_uniform
+
+    def __str__(self) -> str:
+        can = (
+            f"{len(self.editable)} of {self.layers} layers, {self.heads:,} heads each"
+            if not self.why_not
+            else "no: " + self.why_not
+        )
+        lines = [f"{self.model}: {self.model_type}, {self.parameters:,} parameters, {self.dtype}", f"can be edited: {can}"]
+        lines += [f"dictionaries of {n} pairs: {score}" for n, score in self.retrieval.items()]
+        lines += [
+            f"{SKILLS[name]} ({'built-in toy data' if self.facts == TOY else self.facts}): {score}"
+            for name, score in self.skills.items()
+        ]
+        if self.text_loss is not None:
+            worse = "; guessing among all tokens is as good" if self.misreads_text else ""
+            lines.append(f"text: loss {self.text_loss.mean:.3f} nats per token (guessing {self.text_uniform:.3f}{worse})")
+        held = [f"{size(h.bytes)}{f' (+{size(h.a_head)} a head)' if h.a_head else ''} at {h.context:,}" for h in self.held]
+        lines += [f"cache: {', '.join(held)} tokens"] if held else []
+        return "\n".join([*lines, f"Verdict: {self.verdict}"])
+
+
+def look(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, text: str | Path | None = None, name: str = "", seed: int = 0
+) -> Look:
+    """Take a first look. It is kept in the user's cache folder by the model's fingerprint, and read there the next time.
+
+    text: a file, on which the loss is measured. name: of the model, for the printed lines. Raises UserError for a model whose
+    numbers are not finite, and for a text that is too short.
+    """
+    print_ = fingerprint(model)
+    key = [print_, installed_version("mamba-surgery"), seed, None if text is None else file_digest(text), len(tokenizer)]
+    kept = cache_folder("look") / f"{settings_digest(key)}.json"
+    if kept.is_file():
+        with contextlib.suppress(UserError):  # of another version, or damaged
+            return Look.read(kept)
+    seen = _measure(model, tokenizer, text, name or Path(model.name_or_path).name, print_, seed)
+    with contextlib.suppress(UserError):  # no place to keep it
+        seen.write(kept)
+    return seen
+
+
+def cache_folder(kind: str) -> Path:
+    """Where this user's looks, and parts of texts, are kept; nothing there is needed."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mamba-surgery" / kind
+
+
+def _measure(model: Any, tokenizer: Any, text: str | Path | None, name: str, print_: str, seed: int) -> Look:
+    adopted = adopt(model).eval()
+    rows = None
+    if text is not None:
+        held_out = open_held_out(tokenizer, Data(held_out_text=str(text)), WINDOWS * WINDOW, seed)
+        rows, _ = held_out.rows(WINDOWS, WINDOW)
+    editable, heads, why_not = _what_can_be_edited(adopted)
+    facts = TOY if is_toy_tokenizer(tokenizer) else "capitals"
+    begun, asked = time.monotonic(), 0
+    retrieval: dict[int, Score] = {}
+    for pairs in bar(PAIRS, "looking"):
+        questions = make_probe("kv", tokenizer, pairs=pairs).questions(MOST, SEED + seed)
+        retrieval[pairs] = _ask(adopted, tokenizer, questions, LEAST if retrieval else DECIDING)
+        asked += retrieval[pairs].accuracy.n * len(tokenizer(questions[0].prompt)["input_ids"])
+        if retrieval[pairs].at_chance:
+            break
+    speed = asked / (time.monotonic() - begun)
+    skills = {}
+    for skill in SKILLS:
+        questions = make_probe(skill, tokenizer, source=facts).questions(MOST, SEED + seed)
+        skills[skill] = _ask(adopted, tokenizer, questions, LEAST)
+    loss = None if rows is None else estimate(token_losses(adopted, rows, 4).mean(1))
+    vocabulary = int(adopted.get_input_embeddings().weight.shape[0])
+    worth, verdict = _judge(why_not, retrieval, loss, math.log(vocabulary))
+    return Look(
+        toolkit=installed_version("mamba-surgery"),
+        fingerprint=print_,
+        model=name,
+        model_type=model.config.model_type,
+        parameters=sum(p.numel() for p in model.parameters()),
+        dtype=str(model.dtype).removeprefix("torch."),
+        layers=model.config.get_text_config().num_hidden_layers,
+        vocabulary=vocabulary,
+        editable=editable,
+        heads=heads,
+        why_not=why_not,
+        retrieval=retrieval,
+        skills=skills,
+        facts=facts,
+        text_loss=loss,
+        text_uniform=math.log(vocabulary),
+        held=_count_cache(adopted, editable),
+        tokens_per_second=round(speed),
+        worth=worth,
+        verdict=verdict,
+    )
+
+
+def _what_can_be_edited(model: Any) -> tuple[tuple[int, ...], int, str]:
+    """(layers that take grafts, heads of one, what keeps the model from being edited)."""
+    if getattr(model.config, "grafts", None):
+        return (), 0, "it is a hybrid of this toolkit already"
+    if not hasattr(model, "mixer_at"):
+        return (), 0, f"a {model.config.model_type} is of no family that can be grafted (`surgery list families`)"
+    mixers = {layer: model.mixer_at(layer) for layer in range(model.config.num_hidden_layers)}
+    found = {layer: mixer.num_heads for layer, mixer in mixers.items() if mixer is not None}
+    return tuple(found), max(found.values(), default=0), "" if found else "none of its layers takes grafts"
+
+
+def _ask(model: Any, tokenizer: Any, questions: Sequence[Question], least: int) -> Score:
+    """Ask as many of the questions as there is time for, and at least so many."""
+    right: list[bool] = []
+    begun, count = time.monotonic(), 4
+    while count > 0 and len(right) < len(questions):
+        right += answer(model, tokenizer, questions[len(right) : len(right) + count]).correct.tolist()
+        each = (time.monotonic() - begun) / len(right)
+        count = max(least - len(right), min(int(SECONDS / each) - len(right), 2 * len(right)))
+    chance = float(np.mean([question.chance for question in questions[: len(right)]]))
+    return Score(accuracy=estimate(np.array(right, dtype=float)), chance=chance)
+
+
+def _count_cache(model: Any, editable: Sequence[int]) -> tuple[Held, ...]:
+    """Bytes at long contexts, from two short ones: a cache grows along a line."""
+
+    def at(model: Any, context: int) -> int:
+        short, long = (cache_bytes(read_context(model, tokens)) for tokens in (SHORT, LONG))
+        return short + (long - short) // (LONG - SHORT) * (context - SHORT)
+
+    try:
+        own = {context: at(model, context) for context in CONTEXTS}
+        hybrid = splice(model, Plan(sites=(Site(editable[0], (0,)),))) if editable else None
+        more = {context: at(hybrid, context) - own[context] for context in CONTEXTS} if hybrid is not None else {}
+    except (ValueError, StopIteration, UserError):  # the model does not decode from a cache
+        return ()
+    return tuple(Held(context=context, bytes=bytes_, a_head=more.get(context)) for context, bytes_ in own.items())
+
+
+def _judge(why_not: str, retrieval: dict[int, Score], loss: Estimate | None, uniform: float) -> tuple[bool, str]:
+    """Whether editing is worth trying, and a sentence that says so."""
+    (fewest, first), (largest, last) = next(iter(retrieval.items())), list(retrieval.items())[-1]
+    above = [n for n, score in retrieval.items() if not score.at_chance]
+    if why_not:
+        return False, f"not to be edited: {why_not}."
+    if loss is not None and loss.mean >= uniform:
+        return (
+            False,
+            "not worth trying with this text: the model predicts it worse than guessing; give text of the kind it knows.",
+        )
+    if not above or (above == [fewest] and first.accuracy.mean < SURE):
+        return (
+            False,
+            f"not worth trying: it does not retrieve, so no heads can be located; with {fewest} pairs it answers {first}.",
+        )
+    if last.accuracy.mean >= CEILING:
+        return False, f"not worth trying: nothing is left to gain; with {largest} pairs it answers {last}."
+    return True, (
+        f"worth trying: it answers {first.accuracy.mean:.2f} of the questions with {fewest} pairs and {last.accuracy.mean:.2f} "
+        f"with {largest}."
+    )

@@ -1,0 +1,186 @@
+"""run(recipe, out): the whole job, in order. A stage whose file was written with the same settings is read, not done again.
+
+load -> locate -> choose -> splice -> tune -> bench -> export
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from surgery.evaluation.bench import bench
+from surgery.evaluation.controls import CONTROLS, PREFIX
+from surgery.exporting.export import check_export, write_export
+from surgery.locating.locate import locate
+from surgery.models.digests import fingerprint
+from surgery.models.load import load
+from surgery.planning.choose import choose
+from surgery.probes import make_probe, training_options
+from surgery.records.plan import Plan
+from surgery.records.ranking import Ranking
+from surgery.records.recipe import Recipe, recipe_text
+from surgery.records.record import Record, provenance
+from surgery.records.report import Report
+from surgery.report.page import write_report
+from surgery.runtime.files import OutputFolder, file_digest, open_output
+from surgery.runtime.processes import is_main, on_main
+from surgery.runtime.progress import say
+from surgery.splicing.splice import splice
+from surgery.tuning.controls import PLANS, control_plan, trainable_control
+from surgery.tuning.loop import tune
+
+R = TypeVar("R", bound=Record)
+MAIN = "tuned"  # the model that the report is about
+
+
+def run(
+    recipe: Recipe,
+    out: str | Path,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    trust_remote_code: bool = False,
+    verify: str = "quick",
+) -> Report:
+    """Do what a recipe says; the folder `out` then holds ranking.json, plan.json, tuning/, hybrid/ and the report.
+
+    resume: go on with an earlier run in `out`. overwrite: remove it first. verify: of the export, "quick" or "full". Raises
+    UserError for input that cannot be used.
+    """
+    with open_output(out, input_files(recipe), resume=resume, overwrite=overwrite) as output:
+        if overwrite:
+            output.clear()
+        base, tokenizer = load(
+            recipe.model,
+            tokenizer=recipe.tokenizer,
+            dtype=recipe.dtype,
+            device=recipe.device,
+            trust_remote_code=trust_remote_code,
+        )
+        # What every stage depends on: the weights, the contents of files, the seed.
+        known = [fingerprint(base), len(tokenizer), {str(path): file_digest(path) for path in data_files(recipe)}, recipe.seed]
+        if is_main():
+            output.write("recipe.yaml", recipe_text(recipe))
+        located = [*known, recipe.locate.model_dump()]
+        ranking = once(output, "ranking.json", located, Ranking, lambda: locate_heads(base, tokenizer, recipe, known[0]))
+        say(f"locate: {ranking.circuit.sentence if ranking.circuit else f'{ranking.heads[0].site} leads'}")
+        planned = [*located, recipe.plan.model_dump(), recipe.data.model_dump(), recipe.tune.text_tokens]
+        plan = once(output, "plan.json", planned, Plan, lambda: choose_plan(base, tokenizer, ranking, recipe, known[0]))
+        say(f"plan: attention at {', '.join(map(str, plan.sites))}")
+        tuned = [*planned, recipe.tune.model_dump()]
+        finished = [*tuned, recipe.bench.model_dump()]
+        if is_main() and output.is_made("report.json", finished) and (Path(out) / "hybrid" / "export.json").exists():
+            say(f"{out} is finished; nothing has changed")
+            return Report.read(Path(out) / "report.json")
+        models, trained = make_models(base, plan, recipe)
+        for name in trained:
+            _tune(models, name, tokenizer, recipe, output, tuned)
+        return on_main(lambda: _finish(models, trained, tokenizer, ranking, plan, recipe, output, finished, verify))
+
+
+def once(output: OutputFolder, name: str, settings: Any, kind: type[R], compute: Callable[[], R]) -> R:
+    """What a stage's file holds, if it was written with the same settings; computed and written otherwise."""
+
+    def work() -> R:
+        if output.is_made(name, settings):
+            return kind.read(output.path / name)
+        result = compute()
+        output.write(name, result.text(), settings)
+        return result
+
+    return on_main(work)
+
+
+def locate_heads(base: Any, tokenizer: Any, recipe: Recipe, print_: str) -> Ranking:
+    """Stage locate: the ranking of the heads. print_: the base's fingerprint."""
+    options = recipe.locate
+    probe = make_probe(options.probe, tokenizer, **training_options(options.probe, options.options))
+    ranking = locate(base, tokenizer, probe.questions(options.examples, recipe.seed), options)
+    return ranking.model_copy(update={"provenance": provenance(recipe.model, print_, recipe.seed, recipe.public())})
+
+
+def choose_plan(base: Any, tokenizer: Any, ranking: Ranking, recipe: Recipe, print_: str) -> Plan:
+    """Stage choose: the plan. print_: the base's fingerprint."""
+    plan = choose(base, tokenizer, ranking, recipe.plan, recipe.data, seed=recipe.seed)
+    return plan.model_copy(update={"provenance": provenance(recipe.model, print_, recipe.seed, recipe.public())})
+
+
+def make_models(base: Any, plan: Plan, recipe: Recipe) -> tuple[dict[str, Any], list[str]]:
+    """(the models by name, the base first, then the hybrid untrained and to be tuned, then controls; which are to be tuned)."""
+    models = {"base": base, "spliced": splice(base, plan), MAIN: splice(base, plan)}
+    trained = [MAIN]
+    for control in recipe.bench.controls:
+        name = f"{PREFIX}{control}"
+        if not CONTROLS[control].trained:
+            continue
+        if control in PLANS:
+            models[name] = splice(base, control_plan(control, base, plan, recipe.seed))
+        else:
+            models[name] = trainable_control(base, plan, control)
+        trained.append(name)
+    return models, trained
+
+
+def _tune(models: dict[str, Any], name: str, tokenizer: Any, recipe: Recipe, output: OutputFolder, settings: Any) -> None:
+    """Stage tune, of one model, from the newest checkpoint on."""
+    teacher = models["base"] if name != MAIN else None
+    steps = recipe.tune
+    with output.folder(f"tuning/{name}", settings) as folder:
+        tune(models[name], tokenizer, steps, recipe.data, seed=recipe.seed, folder=folder, name=name, teacher=teacher)
+
+
+def _finish(
+    models: dict[str, Any],
+    trained: list[str],
+    tokenizer: Any,
+    ranking: Ranking,
+    plan: Plan,
+    recipe: Recipe,
+    output: OutputFolder,
+    settings: Any,
+    verify: str,
+) -> Report:
+    """Stages bench and export."""
+    counts = {name: sum(p.numel() for p in models[name].parameters() if p.requires_grad) for name in trained}
+    with output.folder("measured") as folder:
+        report = bench(
+            models,
+            tokenizer,
+            recipe.bench,
+            data=recipe.data,
+            seed=recipe.seed,
+            main=MAIN,
+            folder=folder,
+            base_name=recipe.model,
+            recipe=recipe.public(),
+            trained=counts,
+        )
+    check_export(models[MAIN], "hf", verify, report)
+    with output.new_folder("hybrid") as folder:
+        write_export(
+            models[MAIN],
+            tokenizer,
+            folder,
+            output.path / "hybrid",
+            plan=plan,
+            report=report,
+            base=recipe.model,
+            verify=verify,
+        )
+    with output.new_folder(".", settings, keep=True) as folder:
+        write_report(report, folder, hybrid="hybrid", ranking=ranking)
+    return report
+
+
+def input_files(recipe: Recipe) -> list[str]:
+    """Everything on this machine that a recipe reads; an output may not be, or hold, any of it."""
+    names = [recipe.model, recipe.tokenizer, recipe.plan.donor, recipe.bench.include_path]
+    return [name for name in names if name and Path(name).exists()] + [str(path) for path in data_files(recipe)]
+
+
+def data_files(recipe: Recipe) -> list[Path]:
+    """The texts, facts and questions that a recipe names; their contents are part of its settings."""
+    data = recipe.data
+    options = [recipe.locate.options, *(entry.options for entry in recipe.tune.examples)]
+    values = [value for each in options for value in each.values() if isinstance(value, str)]
+    names = [*data.train_text, data.held_out_text, data.facts, *values]
+    return sorted({Path(name) for name in names if Path(name).exists()})
