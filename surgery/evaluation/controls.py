@@ -23,8 +23,8 @@ SHARES = np.linspace(0, 0.95, 96)
 
 @dataclass(frozen=True)
 class Control:
-    """words: in plain words, with {heads} for "2 heads". trained: whether it learns from the training examples. cache: what its
-    cache takes beside the base's."""
+    """words: in plain words. trained: whether it learns from the training examples. cache: what its cache takes beside the
+    base's."""
 
     words: str
     trained: bool
@@ -33,8 +33,8 @@ class Control:
 
 CONTROLS = {
     "tuned": Control("no attention, the same layers tuned", True, "nothing"),
-    "same_layer": Control("{heads} of the same layer chosen at random, tuned", True, "the hybrid's"),
-    "random_site": Control("{heads} of other layers chosen at random, tuned", True, "the hybrid's"),
+    "same_layer": Control("as many other heads of the same layer, tuned", True, "the hybrid's"),
+    "random_site": Control("as many random heads of other layers, tuned", True, "the hybrid's"),
     "adapters": Control("no attention, adapters on all layers tuned", True, "nothing"),
     "initial_state": Control("no attention, the initial state tuned", True, "nothing"),
     "window": Control("attention of all heads of the layer to a window, tuned", True, "the hybrid's, for the window alone"),
@@ -42,24 +42,23 @@ CONTROLS = {
     "prompt_twice": Control("the base, which reads the prompt twice", False, "nothing"),
     "copy_cache": Control("the base with an untrained n-gram cache", False, "the tokens of the text"),
 }
-NAMES = {"base": "base", "spliced": "{heads} located, untrained", "tuned": "{heads} located, tuned"}
+NAMES = {"base": "base", "spliced": "as many located heads, untrained", "tuned": "as many located heads, tuned"}
 
 
 def is_control(name: str) -> bool:
     """Whether a model's name is a control's."""
-    return name.startswith(PREFIX)
+    return name.startswith(PREFIX) and name.removeprefix(PREFIX) in CONTROLS
 
 
 def describe_model(name: str, model: Any = None) -> str:
     """A model of a run in plain words: "2 located heads, tuned". Another name is the user's, and is its own description."""
-    known = CONTROLS[name.removeprefix(PREFIX)].words if name.removeprefix(PREFIX) in CONTROLS and is_control(name) else None
-    words = known or NAMES.get(name, name)
+    words = CONTROLS[name.removeprefix(PREFIX)].words if is_control(name) else NAMES.get(name, name)
     grafts = getattr(getattr(model, "config", None), "grafts", None) or ()
     heads = sum(len(entry.get("heads") or ()) for entry in grafts)
-    layers = sum(entry.get("kind") == "layer" for entry in grafts)
-    what, count = ("head", heads) if heads else ("layer", layers)
-    located = f"{count} located {what}{'s' * (count != 1)}"
-    return words.replace("{heads} located", located).replace("{heads}", f"{count} {what}{'s' * (count != 1)}")
+    if not grafts:
+        return name if words.startswith("as many") else words
+    what, count = ("head", heads) if heads else ("layer", len(grafts))
+    return words.replace("as many", str(count)).replace("heads", what + "s" * (count != 1))
 
 
 class CopyCache(nn.Module):

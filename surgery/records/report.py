@@ -2,9 +2,9 @@
 
 from typing import Any, Literal
 
-from surgery.records.plan import Plan
 from surgery.records.ranking import Estimate
 from surgery.records.record import Provenance, Record
+from surgery.records.site import SitesText
 
 Answer = Literal["yes", "mixed", "unclear", "no", "not judged"]
 
@@ -95,9 +95,10 @@ class ModelReport(Record):
     role: Literal["base", "hybrid", "control"]
     fingerprint: str
     """sha256 of configuration and tensors, taken when the model was measured."""
-    plan: Plan | None = None
-    trained: int = 0
-    """How many numbers were trained; 0 where that is not known of a hybrid that came from a folder."""
+    sites: SitesText = ()
+    """Where it has grafts."""
+    trained: int | None = None
+    """How many numbers were trained, where that is known."""
     results: dict[str, Estimate]
     """Measurement -> mean and interval over questions or documents."""
     changes: dict[str, Change] = {}
@@ -160,11 +161,11 @@ class Report(Record):
         return list(dict.fromkeys(names))
 
     def columns(self) -> list[str]:
-        """The measurements of a short table: the main one first, then the other main sizes and skills, six at most."""
+        """The measurements of a short table: the main one first, then the largest size of every other kind."""
         main = self.verdict.measurement
         order = [main, "kv_unseen", "multiple_choice", "knowledge", "text", "bigrams", "needle"]
         named = [max(found, key=_size) for family in order if (found := [n for n in self.measurements if _family(n) == family])]
-        return list(dict.fromkeys([main, *named, *self.measurements]))[:6]
+        return list(dict.fromkeys([main, *named] if named[1:] else [main, *self.measurements]))[:6]
 
     def summary(self) -> str:
         """For a terminal: the verdict, three rows, the price."""
