@@ -59,7 +59,7 @@ def write_patch(
     hybrid: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, *, base: str | Path, home: Path
 ) -> None:
     """Write the patch of a hybrid to its base. base: the base's folder or Hub id. home: where `folder` will lie."""
-    original, words = load(base)
+    original, words = load(base, dtype="stored")
     if getattr(original.config, "grafts", None):
         raise UserError(f"{base} holds grafts, so it is no base for a patch; name the base with --base")
     before, after = unique_tensors(original), unique_tensors(hybrid)

@@ -1,0 +1,187 @@
+"""Where the mixers and heads of a model are: of Mambas, Transformers, hybrids of both, and this project's own classes.
+
+In every mixer, SSM or attention, a head owns the columns [h * width, (h + 1) * width) of what the mixer's output projection
+reads. To ablate a head is to replace those columns. So a model can be analysed as soon as it is known where its blocks hold
+their mixers, which SLOTS says: another layout is one more line there.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, Literal
+
+from torch import nn
+
+from surgery.errors import UserError
+from surgery.records.site import Site
+
+Kind = Literal["ssm", "attention"]
+
+# Where a block may hold a mixer, its kind, and what its output projection may be called. Kind None: its modules tell. SSMs come
+# first: where a block holds both kinds, the SSM's heads are counted first.
+SLOTS: tuple[tuple[str, Kind | None, tuple[str, ...]], ...] = (
+    ("mamba", "ssm", ("out_proj", "o_proj")),  # Bamba, Falcon-H1, Granite, Jamba, Zamba2
+    ("mamba_decoder.mamba", "ssm", ("out_proj", "o_proj")),  # Zamba2's hybrid layers: attention, then an SSM that reads it
+    ("linear_attn", "ssm", ("out_proj", "o_proj")),  # Gated DeltaNet: Qwen3-Next, Qwen3.5, OLMo-Hybrid
+    ("mixer", None, ("out_proj", "o_proj")),  # Mamba-1 and -2, Falcon-Mamba, Llamba, Nemotron-H
+    ("temporal_block", None, ("linear_out", "o_proj")),  # RecurrentGemma
+    ("shared_transformer.self_attn", "attention", ("o_proj",)),
+    ("self_attn", "attention", ("o_proj", "dense", "out_proj")),  # Llama and all that have its layout, Phi, OPT
+    ("attention", "attention", ("dense",)),  # GPT-NeoX
+    ("self_attention", "attention", ("dense",)),  # Falcon, BLOOM
+    ("attn", "attention", ("out_proj", "c_proj")),  # MPT
+)
+BLOCKS = ("layers", "h", "decoder.layers", "blocks", "language_model.layers")  # from the model without its head
+WIDTHS: dict[Kind, tuple[str, ...]] = {"ssm": ("head_v_dim", "head_dim"), "attention": ("v_head_dim", "head_dim", "head_size")}
+NO_MIXER = ("down_proj", "experts")  # a module in a slot that has one of these mixes channels only (Nemotron-H's MLPs)
+
+
+@dataclass(frozen=True)
+class MixerPlace:
+    """A module of a layer that mixes tokens. out: its output projection, which reads heads * width columns. first: the number
+    of its first head within the layer.
+
+    A head of width 1 is a channel (Mamba-1, Falcon-Mamba, Jamba, RecurrentGemma).
+    """
+
+    layer: int
+    kind: Kind
+    module: Any
+    out: Any
+    heads: int
+    width: int
+    first: int = 0
+
+    def columns(self, head: int) -> slice:
+        """What a head, numbered within the layer, owns of the output projection's input."""
+        start = (head - self.first) * self.width
+        return slice(start, start + self.width)
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """The blocks of a model in order, and their mixers, by layer and then by first head. A block may have none, or several."""
+
+    blocks: tuple[nn.Module, ...]
+    mixers: tuple[MixerPlace, ...]
+
+    @property
+    def ssms(self) -> tuple[MixerPlace, ...]:
+        """The SSMs, by layer: what heads are grafted into, where the model is of a family."""
+        return tuple(mixer for mixer in self.mixers if mixer.kind == "ssm")
+
+    def mixers_of(self, layer: int) -> tuple[MixerPlace, ...]:
+        """The mixers of a layer."""
+        return tuple(mixer for mixer in self.mixers if mixer.layer == layer)
+
+    def heads(self, layer: int) -> int:
+        """How many heads a layer has, of both kinds."""
+        return sum(mixer.heads for mixer in self.mixers_of(layer))
+
+    def sites(self, kind: Kind | None = None) -> list[Site]:
+        """All heads, or those of one kind, in order."""
+        return [
+            Site(mixer.layer, (mixer.first + head,))
+            for mixer in self.mixers
+            if kind in (None, mixer.kind)
+            for head in range(mixer.heads)
+        ]
+
+    def mixer_of(self, site: Site) -> MixerPlace:
+        """The mixer that holds the heads of a site. Raises UserError if the model lacks it, and for heads of two mixers."""
+        for mixer in self.mixers_of(site.layer):
+            if site.heads and mixer.first <= site.heads[0] and site.heads[-1] < mixer.first + mixer.heads:
+                return mixer
+        if site.layer >= len(self.blocks):
+            shape = f"it has layers 0 to {len(self.blocks) - 1}"
+        elif not (count := self.heads(site.layer)):
+            shape = f"layer {site.layer} has no heads"
+        else:
+            shape = f"layer {site.layer} has heads 0 to {count - 1}" + " in several mixers" * (
+                len(self.mixers_of(site.layer)) > 1
+            )
+        raise UserError(f"the model has no site {site}: {shape}")
+
+    def check(self, sites: Iterable[Site]) -> None:
+        """Raise UserError for the first site that the model lacks."""
+        for site in sites:
+            for head in site.heads:
+                self.mixer_of(Site(site.layer, (head,)))
+            if not site.heads and not self.mixers_of(site.layer):
+                raise UserError(
+                    f"the model has no site {site}: it has layers 0 to {len(self.blocks) - 1}, some without a mixer"
+                )
+
+    def kinds(self) -> str:
+        """Which layers are what, e.g. "0-3 ssm, 4 attention, 5 ssm and attention"."""
+        names = [" and ".join(mixer.kind for mixer in self.mixers_of(layer)) or "no mixer" for layer in range(len(self.blocks))]
+        runs = [(name, [layer for layer, _ in run]) for name, run in groupby(enumerate(names), key=lambda pair: pair[1])]
+        return ", ".join(f"{run[0]}-{run[-1]} {name}" if len(run) > 1 else f"{run[0]} {name}" for name, run in runs)
+
+
+def anatomy(model: Any) -> Anatomy:
+    """Find a model's blocks, mixers and heads. Raises UserError if its layout is in none of SLOTS."""
+    blocks = blocks_of(model)
+    mixers: list[MixerPlace] = []
+    for layer, block in enumerate(blocks):
+        found = [(kind, outs, module) for path, kind, outs in SLOTS if (module := descend(block, path)) is not None]
+        filled = [each for each in found if any(hasattr(each[2], name) for name in (*each[1], *NO_MIXER))]
+        if not filled:
+            parts = ", ".join(f"{name} ({type(part).__name__})" for name, part in block.named_children())
+            raise _unknown(
+                model, f"layer {layer} ({type(block).__name__}) holds no mixer that is known; it holds {parts or 'nothing'}"
+            )
+        first = 0
+        for kind, outs, module in filled:
+            mixer = _measure(model, layer, kind, outs, module, first)
+            if mixer is not None:
+                mixers.append(mixer)
+                first += mixer.heads
+    if not mixers:
+        raise _unknown(model, "no layer has a mixer")
+    return Anatomy(blocks, tuple(mixers))
+
+
+def blocks_of(model: Any) -> tuple[nn.Module, ...]:
+    """A model's blocks, through PEFT's wrapper. Raises UserError if they are under none of BLOCKS."""
+    if hasattr(model, "get_base_model"):
+        model = model.get_base_model()
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise _unknown(model, "it has an encoder")
+    for path in BLOCKS:
+        blocks = descend(model.base_model, path)
+        if isinstance(blocks, nn.ModuleList) and len(blocks):
+            return tuple(blocks)
+    raise _unknown(model, f"its blocks are under none of {', '.join(BLOCKS)}")
+
+
+def _measure(model: Any, layer: int, kind: Kind | None, outs: tuple[str, ...], module: Any, first: int) -> MixerPlace | None:
+    """A mixer's place, or None for a module that mixes channels only. Raises UserError where its heads cannot be told."""
+    out = next((getattr(module, name) for name in outs if hasattr(module, name)), None)
+    if out is None:
+        return None
+    text = model.config.get_text_config(decoder=True)
+    weight = out.base_layer.weight if hasattr(out, "base_layer") else out.weight
+    columns = getattr(out, "in_features", weight.shape[-1])
+    kind = kind or ("attention" if hasattr(module, "q_proj") else "ssm")
+    if kind == "attention" and not hasattr(module, "num_key_value_heads"):
+        types = getattr(text, "layer_types", None) or {}
+        linear = types and types[layer] == "linear_attention"  # whatever it is called (Kimi Linear)
+        kind = "ssm" if linear and not hasattr(module, "layer_graft") else kind
+    width = next((int(size) for name in WIDTHS[kind] if (size := getattr(module, name, None))), None)
+    if width is None:
+        width = 1 if kind == "ssm" else columns // text.num_attention_heads
+    if columns % width:
+        raise _unknown(model, f"layer {layer}'s {type(module).__name__} has heads of {width} columns, and reads {columns}")
+    return MixerPlace(layer, kind, module, out, columns // width, width, first)
+
+
+def descend(module: Any, path: str) -> Any:
+    """The submodule at a dotted path, or None."""
+    for name in path.split("."):
+        module = getattr(module, name, None)
+    return module
+
+
+def _unknown(model: Any, why: str) -> UserError:
+    return UserError(f"cannot analyse a {model.config.model_type} model: {why}; see surgery/models/anatomy.py for layouts")
