@@ -56,8 +56,7 @@ def plan(
         raise UserError(f"{ranking} is of {ranked.provenance.base} as it was then, and {model} has other weights; locate again")
     chosen = choose_plan(opened, tokenizer, ranked, options, print_)
     chosen.write(out)
+    how = "attention in place of the mixer" if chosen.kind == "layer" else f"gated attention, g = {chosen.gate:g}"
     for site in chosen.sites:
-        print(
-            f"{site}: {'attention in place of the mixer' if chosen.kind == 'layer' else f'gated attention, g = {chosen.gate:g}'}"
-        )
+        print(f"{site}: {how}")
     print(f"Plan: {out}")

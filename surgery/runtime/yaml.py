@@ -39,5 +39,5 @@ def parse_yaml(text: str, what: str) -> Any:
         mark = error.problem_mark
         place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
         raise UserError(f"{what} is not YAML: {place}{error.problem}") from error
-    except (yaml.YAMLError, ValueError, OverflowError, TypeError) as error:  # also what a tag does to a value it does not fit
+    except Exception as error:  # whatever a tag does to a value that it does not fit
         raise UserError(f"{what} is not YAML: {' '.join(str(error).split())}") from error
