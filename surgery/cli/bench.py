@@ -15,6 +15,7 @@ from surgery.cli.options import (
     Settings,
     Trust,
     check_models,
+    open_model,
     read_config,
 )
 from surgery.errors import UserError
@@ -54,14 +55,12 @@ def bench(
 
     with open_output(out, [base, *models, *data_files(options)], resume=resume, overwrite=overwrite) as output:
         from surgery.evaluation.bench import bench as bench_models
-        from surgery.models.load import load
         from surgery.report.page import write_report
 
         if overwrite:
             output.clear()
-        given = {"dtype": options.dtype, "device": options.device, "trust_remote_code": trust_remote_code}
-        opened = {"base": load(base, tokenizer=options.tokenizer, **given)}
-        opened |= {_name(each, models): load(each, **given) for each in models}
+        opened = {"base": open_model(base, options, trust_remote_code)}
+        opened |= {_name(each, models): open_model(each, options, trust_remote_code) for each in models}
         with output.folder("measured") as folder:
             report = bench_models(
                 {name: model for name, (model, _) in opened.items()},

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from surgery.cli.options import HybridArgument, OutFolder, Overwrite, Trust, check_file, check_model, read_record
+from surgery.cli.options import HybridArgument, OutFolder, Overwrite, Trust, check_file, check_model, open_model, read_record
 from surgery.errors import UserError
 from surgery.records.plan import Plan
 from surgery.records.report import Report
@@ -38,14 +38,13 @@ def export(
     from surgery.exporting.export import PLAN
     from surgery.exporting.export import export as export_hybrid
     from surgery.exporting.patch import RECORD, Patch, is_patch, join_patch
-    from surgery.models.load import load
 
     plan = Plan.read(Path(hybrid) / PLAN) if (Path(hybrid) / PLAN).exists() else None
     if is_patch(hybrid):
         model, tokenizer = join_patch(hybrid, base)
         base = base or Patch.read(Path(hybrid) / RECORD).base.place(Path(hybrid))
     else:
-        model, tokenizer = load(hybrid, trust_remote_code=trust_remote_code)
+        model, tokenizer = open_model(hybrid, trust_remote_code=trust_remote_code)
         base = base or _base_of(Path(hybrid))
     proof = export_hybrid(
         model, tokenizer, out, format=format, plan=plan, report=measured, base=base, verify=verify, overwrite=overwrite

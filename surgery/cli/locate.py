@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from surgery.cli.options import ModelArgument, OutFile, Overwrite, RecipeOption, Settings, Trust
+from surgery.cli.options import ModelArgument, OutFile, Overwrite, RecipeOption, Settings, Trust, open_model
 from surgery.records.recipe import read_recipe
 from surgery.runtime.files import check_output_file
 
@@ -24,12 +24,9 @@ def locate(
     options = read_recipe(recipe, settings, model=model)
     check_output_file(out, [model, *([recipe] if recipe else [])], overwrite=overwrite, marks=("heads", "probe"))
     from surgery.models.digests import fingerprint
-    from surgery.models.load import load
     from surgery.pipeline import locate_heads
 
-    base, tokenizer = load(
-        model, tokenizer=options.tokenizer, dtype=options.dtype, device=options.device, trust_remote_code=trust_remote_code
-    )
+    base, tokenizer = open_model(model, options, trust_remote_code)
     ranking = locate_heads(base, tokenizer, options, fingerprint(base))
     ranking.write(out)
     print(f"{'head':14}{'attribution':>12}{'gain':>9}  role")

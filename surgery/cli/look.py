@@ -4,7 +4,8 @@ from typing import Annotated
 
 import typer
 
-from surgery.cli.options import AsJson, ModelArgument, TextOption, Trust
+from surgery.cli.options import AsJson, ModelArgument, TextOption, Trust, open_model
+from surgery.records.recipe import make_recipe
 from surgery.runtime.files import read_text
 
 
@@ -23,11 +24,11 @@ def look(
     Examples:
       surgery look checkpoints/tiny-mamba2
     """
+    options = make_recipe({"model": model, "dtype": dtype}, "--dtype")
     if text is not None:
         read_text(text)
     from surgery.look import look as look_at
-    from surgery.models.load import load
 
-    opened, tokenizer = load(model, dtype=dtype, trust_remote_code=trust_remote_code)
+    opened, tokenizer = open_model(model, options, trust_remote_code)
     seen = look_at(opened, tokenizer, text=text, name=model)
     print(seen.text() if as_json else seen)

@@ -85,6 +85,19 @@ def read_record(path: Path, kind: Any) -> Any:
     return kind.read(path)
 
 
+def open_model(name: str, options: Any = None, trust_remote_code: bool = False) -> tuple[Any, Any]:
+    """(model, tokenizer), without the bars of transformers. options: the Recipe that says in what it is computed, and where."""
+    from transformers.utils import logging
+
+    from surgery.models.load import load
+
+    logging.disable_progress_bar()
+    if options is None:
+        return load(name, trust_remote_code=trust_remote_code)
+    given = {"dtype": options.dtype, "device": options.device, "tokenizer": options.tokenizer}
+    return load(name, trust_remote_code=trust_remote_code, **given)
+
+
 def _list(folder: Path) -> None:
     try:
         held = {path.name for path in folder.iterdir()}

@@ -13,6 +13,7 @@ from surgery.cli.options import (
     Settings,
     Trust,
     check_model,
+    open_model,
     read_record,
     refuse_hybrid,
 )
@@ -46,11 +47,9 @@ def plan(
     options = read_recipe(recipe, settings, model=model)
     check_output_file(out, [model, ranking, *([recipe] if recipe else [])], overwrite=overwrite, marks=("sites", "starts"))
     from surgery.models.digests import fingerprint
-    from surgery.models.load import load
     from surgery.pipeline import choose_plan
 
-    given = {"dtype": options.dtype, "device": options.device, "trust_remote_code": trust_remote_code}
-    opened, tokenizer = load(model, tokenizer=options.tokenizer, **given)
+    opened, tokenizer = open_model(model, options, trust_remote_code)
     print_ = fingerprint(opened)
     if ranked.provenance is not None and ranked.provenance.fingerprint != print_:
         raise UserError(f"{ranking} is of {ranked.provenance.base} as it was then, and {model} has other weights; locate again")

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from surgery.cli.options import Overwrite, Resume, Settings, TextOption, Trust, check_model, refuse_hybrid
+from surgery.cli.options import Overwrite, Resume, Settings, TextOption, Trust, check_model, open_model, refuse_hybrid
 from surgery.errors import UserError
 from surgery.records.recipe import apply_settings, make_recipe, read_recipe, recipe_text
 from surgery.runtime.progress import say
@@ -50,19 +50,12 @@ def run(
         recipe = make_recipe(apply_settings({"model": target}, settings), "--set")  # a wrong setting is refused before any work
     from surgery import automatic
     from surgery.look import look
-    from surgery.models.load import load
     from surgery.pipeline import run as run_recipe
 
     if text is not None:
         automatic.check_text(text)
     if not is_recipe or dry_run:
-        model, tokenizer = load(
-            recipe.model,
-            tokenizer=recipe.tokenizer,
-            dtype=recipe.dtype,
-            device=recipe.device,
-            trust_remote_code=trust_remote_code,
-        )
+        model, tokenizer = open_model(recipe.model, recipe, trust_remote_code)
         seen = look(model, tokenizer, text=text, name=place.name, seed=recipe.seed)
         del model
         if not is_recipe:

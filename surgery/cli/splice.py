@@ -1,6 +1,6 @@
 """surgery splice"""
 
-from surgery.cli.options import BaseArgument, OutFolder, Overwrite, PlanArgument, Trust, read_record
+from surgery.cli.options import BaseArgument, OutFolder, Overwrite, PlanArgument, Trust, open_model, read_record
 from surgery.records.plan import Plan
 from surgery.runtime.files import open_output
 
@@ -20,10 +20,9 @@ def splice(
     chosen = read_record(plan, Plan)
     with open_output(out, [model, plan], overwrite=overwrite) as output:
         from surgery.exporting.export import write_export
-        from surgery.models.load import load
         from surgery.splicing.splice import splice as splice_model
 
-        base, tokenizer = load(model, trust_remote_code=trust_remote_code)
+        base, tokenizer = open_model(model, trust_remote_code=trust_remote_code)
         hybrid = splice_model(base, chosen)
         with output.new_folder(".") as folder:
             write_export(hybrid, tokenizer, folder, out, plan=chosen, base=model)

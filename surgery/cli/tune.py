@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from surgery.cli.options import HybridArgument, OutFolder, Overwrite, RecipeOption, Resume, Settings, Trust
+from surgery.cli.options import HybridArgument, OutFolder, Overwrite, RecipeOption, Resume, Settings, Trust, open_model
 from surgery.records.plan import Plan
 from surgery.records.recipe import read_recipe
 from surgery.runtime.files import open_output
@@ -29,14 +29,11 @@ def tune(
     with open_output(out, [hybrid, *data_files(options)], resume=resume, overwrite=overwrite) as output:
         from surgery.cli.export import _base_of
         from surgery.exporting.export import write_export
-        from surgery.models.load import load
         from surgery.tuning.loop import tune as tune_model
 
         if overwrite:
             output.clear()
-        model, tokenizer = load(
-            hybrid, tokenizer=options.tokenizer, dtype=options.dtype, device=options.device, trust_remote_code=trust_remote_code
-        )
+        model, tokenizer = open_model(hybrid, options, trust_remote_code)
         with output.folder("tuning") as folder:
             log = tune_model(model, tokenizer, options.tune, options.data, seed=options.seed, folder=folder)
         plan = Plan.read(Path(hybrid) / "plan.json") if (Path(hybrid) / "plan.json").exists() else None

@@ -117,9 +117,14 @@ def test_an_output_that_is_or_holds_an_input_is_refused(ran, tmp_path, way, monk
 
 def test_a_failure_leaves_the_folder_as_it_was(ran):
     before = contents(ran)
-    with open_output(ran, overwrite=True) as output, pytest.raises(RuntimeError), output.new_folder("hybrid") as new:
-        (new / "w").write_text("new")
-        raise RuntimeError
+
+    def fail(output):
+        with output.new_folder("hybrid") as new:
+            (new / "w").write_text("new")
+            raise RuntimeError
+
+    with open_output(ran, overwrite=True) as output, pytest.raises(RuntimeError):
+        fail(output)
     assert contents(ran) == before
 
 
@@ -216,9 +221,7 @@ def test_written_text_is_read_back(tmp_path_factory, text):
     assert os.listdir(path.parent) == ["file"]
 
 
-@pytest.mark.parametrize(
-    "make", [lambda p: p.mkdir(), lambda p: p.write_bytes(b"\xff"), lambda p: os.mkfifo(p), lambda p: None]
-)
+@pytest.mark.parametrize("make", [lambda p: p.mkdir(), lambda p: p.write_bytes(b"\xff"), os.mkfifo, lambda p: None])
 def test_what_cannot_be_read_is_one_line(tmp_path, make):
     make(tmp_path / "x")
     with pytest.raises(UserError, match="x"):
