@@ -166,7 +166,7 @@ def _untrained_controls(base: Any, print: str, given: Given, asked: Mapping[str,
             found[f"{PREFIX}prompt_twice"] = _answers(base, print, "the prompt read twice", again, kept)
     if "copy_cache" in given.options.controls and not (given.data.train_text == (TOY,) and not given.knows_toy):
         sources = open_text(given.data.train_text, given.data.column)
-        rows, _ = text_rows(sources, given.tokenizer, given.options.window, range(COPY_ROWS), given.seed, kept_back=True)
+        rows, _ = text_rows(sources, given.tokenizer, given.options.window, range(COPY_ROWS), given.seed)
         cache = fit_copy_cache(base, rows, given.options.batch_size)
         found[f"{PREFIX}copy_cache"] = _answers(cache, f"{print} {sorted(cache.shares.items())}", "copy cache", asked, kept)
     return found
@@ -174,7 +174,8 @@ def _untrained_controls(base: Any, print: str, given: Given, asked: Mapping[str,
 
 def _costs(models: Mapping[str, Any], given: Given) -> dict[str, list[records.Cost]]:
     """What a token costs at every length and batch size, all models in turn. It belongs to this machine and moment, so it is
-    measured anew."""
+    measured anew. A control without grafts costs what the base costs."""
+    models = {name: model for name, model in models.items() if not is_control(name) or _sites(model)}
     costs: dict[str, list[records.Cost]] = {name: [] for name in models}
     places = [(context, batch) for context in given.lengths for batch in given.options.batches]
     for context, batch in bar(places, "bench: timing"):

@@ -83,8 +83,8 @@ class CopyCache(nn.Module):
         kept = torch.arange(input_ids.shape[1], device=logits.device)
         kept = kept[logits_to_keep] if isinstance(logits_to_keep, Tensor) else kept[-logits_to_keep:]
         p = logits.float().softmax(-1)
-        for row, ids in zip(p, input_ids.tolist(), strict=True):
-            found = find_followers(ids)
+        for number, ids in enumerate(input_ids.tolist()):
+            row, found = p[number], find_followers(ids)
             for place, position in enumerate(kept.tolist()):
                 order, followers = found[position]
                 share = self.shares.get(order, 0.0)

@@ -27,6 +27,7 @@ from surgery.records.recipe import TOY, Bench, Data
 from surgery.tuning.text import open_text, text_rows
 
 COUNTED = 2**17  # tokens of the training text in which bigrams are counted: of 10 in a million, one is seen
+STRETCH = 256  # tokens of an excerpt of it
 TEXT_SHARE = 4  # a window of text is several times as long as a question, so a forward has so many times fewer
 
 
@@ -155,8 +156,8 @@ def bigrams(given: Given) -> list[Measurement]:
     options, result = given.options, list[Measurement]()
     tokens = max(options.windows * options.window, max(given.lengths, default=0))
     counts, within = _count_bigrams(given)
+    held = open_held_out(given.tokenizer, given.data, tokens, given.question_seed)
     for n in given.lengths:
-        held = open_held_out(given.tokenizer, given.data, tokens, given.question_seed)
         rows, _ = held.rows(max(1, tokens // n), n)
         repeated = find_repeats(rows.numpy(), counts, given.data.rare, within=within) != NONE
         if not repeated.any():
@@ -274,6 +275,6 @@ def _count_bigrams(given: Given) -> tuple[PairCounts, bool]:
     data = given.data
     if data.held_out_text != TOY and data.train_text == (TOY,):
         return PairCounts(open_held_out(given.tokenizer, data, None, given.question_seed).documents), True
-    count, length = COUNTED // given.options.window, given.options.window
-    rows, _ = text_rows(open_text(data.train_text, data.column), given.tokenizer, length, range(count), 0, kept_back=True)
+    count, length = COUNTED // STRETCH, STRETCH
+    rows, _ = text_rows(open_text(data.train_text, data.column), given.tokenizer, length, range(count), 0)
     return PairCounts(rows.numpy()), False

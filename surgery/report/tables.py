@@ -13,7 +13,8 @@ def short_table(report: Report) -> Table:
     table = [["", *(report.measurements[name].short for name in columns), f"cache at {context}", "time per token (base 1)"]]
     for row in report.rows():
         model = report.models[row]
-        cost = model.costs[-1] if model.costs else None
+        costs = model.costs or (() if model.sites else report.base.costs)  # what has no grafts costs what the base costs
+        cost = costs[-1] if costs else None
         price = [size(cost.cache_bytes), f"{cost.token.mean:.2f}"] if cost else ["-", "-"]
         table.append([model.description, *(figure(model.results.get(name)) for name in columns), *price])
     return table
