@@ -1,0 +1,99 @@
+"""What the kernels here have in common: they choose their precision themselves, and torch.func cannot transform them."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import wraps
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.autograd import forward_ad
+
+PLAIN = (Tensor, torch.nn.Parameter)
+TRACED = (FakeTensor, FunctionalTensor)
+Pass = TypeVar("Pass", bound=Callable[..., Any])
+
+
+def autocasts(device: str) -> bool:
+    """Whether autocast is on for a type of device."""
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+
+
+def result_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of a scan's result: that of x, but float32 for float16, whose range a long sum soon exceeds."""
+    return torch.float32 if x.dtype == torch.float16 else x.dtype
+
+
+def own_precision(device: str) -> AbstractContextManager[Any]:
+    """No autocast within, whether it is on for that type of device or not."""
+    return torch.autocast(device, enabled=False) if autocasts(device) else nullcontext()
+
+
+def without_autocast(run: Pass) -> Pass:
+    """For both passes of a Function: run(ctx, *arguments), a tensor among them.
+
+    Autocast is on in a forward pass and usually off in the backward pass of it, and may be the other way round. A backward pass
+    that computes something again has to do it in the precision of the first time.
+    """
+
+    @wraps(run)
+    def in_one_precision(ctx: Any, *arguments: Any) -> Any:
+        with own_precision(next(m for m in arguments if isinstance(m, Tensor)).device.type):
+            return run(ctx, *arguments)
+
+    return cast(Pass, in_one_precision)
+
+
+def seeded() -> dict[str, Any]:
+    """Options of torch.rand and torch.randn, for examples: the same numbers whatever torch's defaults are."""
+    return {"generator": torch.Generator("cpu").manual_seed(0), "dtype": torch.float32, "device": "cpu"}
+
+
+def as_tuple(results: Any) -> tuple[Tensor, ...]:
+    """What a backend gives, one tensor or several, as several."""
+    return (results,) if isinstance(results, Tensor) else tuple(results)
+
+
+def learns(*tensors: Tensor | None) -> bool:
+    """Whether any of these needs a gradient."""
+    return torch.is_grad_enabled() and any(m is not None and m.requires_grad for m in tensors)
+
+
+def transformed(*_: object) -> str | None:
+    """Why no kernel with a gradient of its own takes a call now, or None: torch.func and forward-mode derivatives need more
+    than a backward pass."""
+    return "torch.func cannot transform it" if torch._C._are_functorch_transforms_active() else in_forward_mode()
+
+
+def in_forward_mode(*_: object) -> str | None:
+    """Why no kernel without a forward-mode derivative takes a call now, or None."""
+    return "it has no forward-mode derivative" if forward_ad._current_level >= 0 else None
+
+
+def unreadable(*tensors: Tensor | None) -> str | None:
+    """Why no kernel that reads memory by its address takes these, or None: subclasses of Tensor keep their values elsewhere.
+    Those of a trace are taken, by the operator of the operation."""
+    if any(m is not None and type(m) not in PLAIN and not isinstance(m, TRACED) for m in tensors):
+        return "it takes plain tensors"
+    return "it cannot be traced by torch.jit" if torch.jit.is_tracing() else None
+
+
+def on_gpu(x: Tensor) -> bool:
+    """Whether x is on a GPU that CUDA (or ROCm) drives."""
+    return x.device.type == "cuda"
+
+
+def capability(device: torch.device) -> tuple[int, int]:
+    """A GPU's compute capability; (0, 0) where there is none, as under FakeTensorMode on another machine."""
+    return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else (0, 0)
+
+
+def traced(*tensors: object) -> bool:
+    """Whether a call is looked at instead of computed (torch.compile, torch.export, FakeTensorMode)."""
+    if torch.compiler.is_compiling() or any(isinstance(m, TRACED) for m in tensors):
+        return True
+    return torch._C._len_torch_dispatch_stack() > 0 and any(
+        torch._C._get_dispatch_mode(key) is not None for key in torch._C._TorchDispatchModeKey.__members__.values()
+    )
