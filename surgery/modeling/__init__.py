@@ -10,4 +10,5 @@ FAMILIES = {name: module.FAMILY for name, module in MODULES.items() if hasattr(m
 
 def family_of(config: Any) -> Any:
     """The Family (hybrid.py) of a base's or a hybrid's configuration, or None."""
-    return FAMILIES.get(config.model_type.removesuffix("_hybrid"))
+    kind = config.model_type  # a base's own may end like a hybrid's: olmo_hybrid
+    return FAMILIES.get(kind, FAMILIES.get(kind.removesuffix("_hybrid")))

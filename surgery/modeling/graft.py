@@ -289,6 +289,7 @@ class GraftMixer:
 
     graft_class: type[Graft] = Graft
     has_time_step = True  # whether the base writes with a strength that the scores of a graft are to know
+    widens = True  # whether queries and keys of a graft may be wider than the base's
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -60,12 +60,16 @@ class SSDMixer(GraftMixer):
     def project(
         self: Any, hidden: Tensor, cache: Cache | None = None, mask: Tensor | None = None, packing: Packing | None = None
     ) -> Streams:
-        gate, xBC, dt = self.in_proj(hidden).split([self.intermediate_size, self.conv_dim, self.num_heads], dim=-1)
+        gate, xBC, dt = self.read(hidden).split([self.intermediate_size, self.conv_dim, self.num_heads], dim=-1)
         xBC = convolve(xBC, self.conv1d, self.activation, cache, self.layer_idx, mask, packing)
         x, B, C = self.split_heads(xBC)
         dt = time_step(dt + self.dt_bias.to(dt.dtype)).clamp(*self.time_step_limit)
         dt = dt if mask is None else dt * mask[..., None]  # padding neither writes to the state nor lets it decay
         return Streams(x, B, C, gate, write=dt)
+
+    def read(self: Any, hidden: Tensor) -> Tensor:
+        """What gate, x, B, C and dt are split from."""
+        return self.in_proj(hidden)
 
     def split_heads(self: Any, xBC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(b, t, channels) behind the convolution -> x (b, t, h, p), B and C (b, t, g, n)."""
@@ -107,11 +111,16 @@ class SSDMixer(GraftMixer):
         """C and B, in in_proj and in the convolution."""
         inner, n, groups = self.intermediate_size, self.ssm_state_size, self.n_groups
         first, conv = inner if self.gate_first else 0, self.conv1d
+        weight, bias = self.projection_rows(make)
         parts = []
-        for tensor, start in ((make(self.in_proj), first), (self.in_proj.bias, first), (conv.weight, 0), (conv.bias, 0)):
+        for tensor, start in ((weight, first), (bias, first), (conv.weight, 0), (conv.bias, 0)):
             rows = None if tensor is None else tensor[start + inner : start + inner + 2 * groups * n]
             parts.append((None, None) if rows is None else rows.unflatten(0, (2, groups, n)).unbind(0))
         return {"k": [k for k, _ in parts], "q": [q for _, q in parts]}
+
+    def projection_rows(self: Any, make: Callable[[nn.Module], Tensor]) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias of what `read` computes."""
+        return make(self.in_proj), self.in_proj.bias
 
 
 class Mamba2HybridMixer(SSDMixer, Mamba2Mixer):
@@ -138,7 +147,7 @@ class Mamba2HybridModel(HybridBackbone, Mamba2Model):
 
     def __init__(self, config: Mamba2HybridConfig):
         super().__init__(config)
-        norms = [block.norm for block in self.layers]
+        norms: list[Any] = [block.norm for block in self.layers]
         blocks = (HybridBlock(config, norm, Mamba2HybridMixer(config, layer)) for layer, norm in enumerate(norms))
         self.layers = nn.ModuleList(blocks)
         self.put_grafts()

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from surgery.modeling import family_of
+
 THREADS = 4  # hashing lets other threads run
 # Fields of a configuration about files, generation, training from scratch, or the classes around the model.
 UNRELATED = frozenset(
@@ -40,7 +42,8 @@ def function_of(config: Any) -> dict[str, Any]:
     fields = {name: value for name, value in config.to_dict().items() if name not in UNRELATED and value is not None}
     if isinstance(getattr(type(config), "layer_types", None), property):
         fields.pop("layer_types", None)  # what caches of some models hold, which no configuration says otherwise
-    fields["base"] = config.model_type.removesuffix("_hybrid")
+    family = family_of(config)
+    fields["base"] = config.model_type if family is None else family.model_type
     grafts = sorted(getattr(config, "grafts", None) or [], key=lambda entry: entry["layer"])
     if grafts:
         fields["grafts"] = [

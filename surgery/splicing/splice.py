@@ -18,7 +18,7 @@ from surgery.modeling.graft import ABSENT, NATS, ChannelGraft, is_plain
 from surgery.records.plan import Plan, Start
 from surgery.records.site import Site
 
-OWN = ("model_type", "architectures", "grafts", "auto_map", "layer_types")  # fields whose values differ between base and hybrid
+OWN = ("model_type", "architectures", "grafts", "auto_map")  # fields whose values differ between base and hybrid
 CHOSEN = ("_attn_implementation_internal", "_experts_implementation_internal", "_name_or_path")
 # Attributes of a quantised or offloaded model by which transformers and accelerate know how to save and move it.
 NOTES = ("hf_quantizer", "is_quantized", "quantization_method", "is_loaded_in_8bit", "is_loaded_in_4bit", "hf_device_map")
@@ -86,9 +86,11 @@ def describe(hybrid: Any, site: Site, plan: Plan) -> dict[str, Any]:
     if max(site.heads) >= mixer.num_heads:
         raise UserError(f"the model has no site {site}: layer {site.layer} has heads 0 to {mixer.num_heads - 1}")
     starts = [plan.start(site.layer, head) for head in site.heads]
-    width = plan.width or max(NARROWEST, mixer.ssm_state_size)
-    if width < mixer.ssm_state_size:
-        raise UserError(f"width: {width} is below the state size of the model, {mixer.ssm_state_size}")
+    size = mixer.ssm_state_size
+    width = plan.width or (max(NARROWEST, size) if mixer.widens else size)
+    if width < size or (width > size and not mixer.widens):
+        need = "at least" if mixer.widens else "exactly"
+        raise UserError(f"width: {width} is not possible; a graft of this model needs {need} its state size, {size}")
     entry = {
         "kind": "head",
         "layer": site.layer,
@@ -191,6 +193,8 @@ def take_hook(module: nn.Module, hook: Any) -> None:
 def convert(config: Any, kind: Any, grafts: list[dict[str, Any]]) -> Any:
     """A configuration of another class, with the fields that a base and its hybrid have in common."""
     fields = {name: value for name, value in copy.deepcopy(config.to_dict()).items() if name not in OWN}
+    if isinstance(getattr(kind, "layer_types", None), property):  # it follows from other fields
+        fields.pop("layer_types", None)
     if "grafts" in getattr(kind, "__dataclass_fields__", {}):
         fields["grafts"] = grafts
     other = kind(**fields)

@@ -1,0 +1,53 @@
+"""Bamba with attention at some heads of its Mamba-2 layers.
+
+Most layers hold a Mamba-2 mixer (mamba2.py), the others attention, and each an MLP.
+"""
+
+from typing import Any
+
+from transformers.models.bamba.configuration_bamba import BambaConfig
+from transformers.models.bamba.modeling_bamba import BambaForCausalLM, BambaMixer, BambaModel
+
+from .hybrid import Family, HybridLanguageModel, complete_config
+from .mamba2 import SSDMixer
+from .stock import StockBackbone
+
+
+class BambaHybridMixer(SSDMixer, BambaMixer):
+    """Keys are B, queries C, values x."""
+
+
+class BambaHybridConfig(BambaConfig):
+    """BambaConfig with `grafts` (graft.py says what an entry holds)."""
+
+    model_type = "bamba_hybrid"
+
+    grafts: list | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        super().__post_init__(**kwargs)
+        complete_config(self, "bamba")
+
+
+class BambaHybridModel(StockBackbone, BambaModel):
+    """The backbone: a Mamba-2 mixer or attention, and an MLP, in each layer."""
+
+    config_class = BambaHybridConfig
+
+    def __init__(self, config: BambaHybridConfig):
+        super().__init__(config)
+        self.put_mixers(BambaMixer, BambaHybridMixer)
+
+
+class BambaHybridForCausalLM(HybridLanguageModel, BambaForCausalLM):
+    """The language model: base (no grafts) and hybrid."""
+
+    config_class = BambaHybridConfig
+
+    def __init__(self, config: BambaHybridConfig):
+        super().__init__(config)
+        self.model = BambaHybridModel(config)
+        self.post_init()
+
+
+FAMILY = Family(BambaForCausalLM, BambaHybridForCausalLM, BambaHybridMixer).register(BambaHybridModel)

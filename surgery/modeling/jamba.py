@@ -1,0 +1,54 @@
+"""Jamba (arXiv 2403.19887) with attention at some channels of its Mamba-1 layers.
+
+Most layers hold a Mamba-1 mixer that normalises dt, B and C (mamba.py), the others attention, and each experts or an MLP.
+"""
+
+from typing import Any
+
+from transformers.models.jamba.configuration_jamba import JambaConfig
+from transformers.models.jamba.modeling_jamba import JambaForCausalLM, JambaMambaMixer, JambaModel
+
+from .hybrid import Family, HybridLanguageModel, complete_config
+from .mamba import NormedSelectiveMixer
+from .stock import StockBackbone
+
+
+class JambaHybridMixer(NormedSelectiveMixer, JambaMambaMixer):
+    """Keys are B, queries C, values x; a head is a channel."""
+
+
+class JambaHybridConfig(JambaConfig):
+    """JambaConfig with `grafts` (graft.py says what an entry holds)."""
+
+    model_type = "jamba_hybrid"
+
+    grafts: list | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        kwargs.pop("layer_types", None)  # versions up to 0.20 wrote what their caches held
+        super().__post_init__(**kwargs)
+        complete_config(self, "jamba")
+
+
+class JambaHybridModel(StockBackbone, JambaModel):
+    """The backbone: a Mamba-1 mixer or attention, and experts or an MLP, in each layer."""
+
+    config_class = JambaHybridConfig
+
+    def __init__(self, config: JambaHybridConfig):
+        super().__init__(config)
+        self.put_mixers(JambaMambaMixer, JambaHybridMixer)
+
+
+class JambaHybridForCausalLM(HybridLanguageModel, JambaForCausalLM):
+    """The language model: base (no grafts) and hybrid."""
+
+    config_class = JambaHybridConfig
+
+    def __init__(self, config: JambaHybridConfig):
+        super().__init__(config)
+        self.model = JambaHybridModel(config)
+        self.post_init()
+
+
+FAMILY = Family(JambaForCausalLM, JambaHybridForCausalLM, JambaHybridMixer).register(JambaHybridModel)

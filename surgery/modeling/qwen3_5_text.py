@@ -1,0 +1,53 @@
+"""The language model of Qwen3.5 with attention at some heads of its Gated DeltaNet layers (delta.py).
+
+Every fourth layer holds attention, and each an MLP.
+"""
+
+from typing import Any
+
+from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5GatedDeltaNet, Qwen3_5TextModel
+
+from .delta import SplitDeltaMixer
+from .hybrid import Family, HybridLanguageModel, complete_config
+from .stock import StockBackbone
+
+
+class Qwen3_5HybridMixer(SplitDeltaMixer, Qwen3_5GatedDeltaNet):
+    """Keys are k, queries q, values v."""
+
+
+class Qwen3_5HybridConfig(Qwen3_5TextConfig):
+    """Qwen3_5TextConfig with `grafts` (graft.py says what an entry holds)."""
+
+    model_type = "qwen3_5_text_hybrid"
+
+    grafts: list | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        super().__post_init__(**kwargs)
+        complete_config(self, "qwen3_5_text")
+
+
+class Qwen3_5HybridModel(StockBackbone, Qwen3_5TextModel):
+    """The backbone: Gated DeltaNet or attention, and an MLP, in each layer."""
+
+    config_class = Qwen3_5HybridConfig
+
+    def __init__(self, config: Qwen3_5HybridConfig):
+        super().__init__(config)
+        self.put_mixers(Qwen3_5GatedDeltaNet, Qwen3_5HybridMixer)
+
+
+class Qwen3_5HybridForCausalLM(HybridLanguageModel, Qwen3_5ForCausalLM):
+    """The language model: base (no grafts) and hybrid."""
+
+    config_class = Qwen3_5HybridConfig
+
+    def __init__(self, config: Qwen3_5HybridConfig):
+        super().__init__(config)
+        self.model = Qwen3_5HybridModel(config)
+        self.post_init()
+
+
+FAMILY = Family(Qwen3_5ForCausalLM, Qwen3_5HybridForCausalLM, Qwen3_5HybridMixer).register(Qwen3_5HybridModel)

@@ -1,0 +1,53 @@
+"""Zamba2 (arXiv 2411.15242) with attention at some heads of its Mamba-2 mixers (mamba2.py).
+
+Every layer holds such a mixer. In some layers it reads what a block of attention has made, which these layers share.
+"""
+
+from typing import Any
+
+from transformers.models.zamba2.configuration_zamba2 import Zamba2Config
+from transformers.models.zamba2.modeling_zamba2 import Zamba2ForCausalLM, Zamba2MambaMixer, Zamba2Model
+
+from .hybrid import Family, HybridLanguageModel, complete_config
+from .mamba2 import SSDMixer
+from .stock import StockBackbone
+
+
+class Zamba2HybridMixer(SSDMixer, Zamba2MambaMixer):
+    """Keys are B, queries C, values x."""
+
+
+class Zamba2HybridConfig(Zamba2Config):
+    """Zamba2Config with `grafts` (graft.py says what an entry holds)."""
+
+    model_type = "zamba2_hybrid"
+
+    grafts: list | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        super().__post_init__(**kwargs)
+        complete_config(self, "zamba2")
+
+
+class Zamba2HybridModel(StockBackbone, Zamba2Model):
+    """The backbone: a Mamba-2 mixer in each layer, behind a shared block in some."""
+
+    config_class = Zamba2HybridConfig
+
+    def __init__(self, config: Zamba2HybridConfig):
+        super().__init__(config)
+        self.put_mixers(Zamba2MambaMixer, Zamba2HybridMixer)
+
+
+class Zamba2HybridForCausalLM(HybridLanguageModel, Zamba2ForCausalLM):
+    """The language model: base (no grafts) and hybrid."""
+
+    config_class = Zamba2HybridConfig
+
+    def __init__(self, config: Zamba2HybridConfig):
+        super().__init__(config)
+        self.model = Zamba2HybridModel(config)
+        self.post_init()
+
+
+FAMILY = Family(Zamba2ForCausalLM, Zamba2HybridForCausalLM, Zamba2HybridMixer).register(Zamba2HybridModel)
