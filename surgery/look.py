@@ -37,7 +37,7 @@ from surgery.splicing.splice import adopt, splice
 PAIRS = (4, 8, 16, 32, 64)  # entries of a dictionary
 SKILLS = {"choice": "multiple choice", "knowledge": "facts"}
 MOST, LEAST, DECIDING = 128, 12, 32  # questions of a kind; at least so many; of the smallest dictionaries, which decide
-SECONDS = 4.0  # for the questions of a kind, beyond the least
+SECONDS = 1.0  # for the questions of a kind, beyond the least
 SEED = 70_001  # added to the seed: no other questions have it
 WINDOWS, WINDOW = 16, 256  # of text
 SHORT, LONG = 64, 128  # tokens of the prompts from whose caches longer ones are counted
@@ -187,7 +187,7 @@ def _measure(model: Any, tokenizer: Any, text: str | Path | None, name: str, pri
         toolkit=installed_version("mamba-surgery"),
         fingerprint=print_,
         model=name,
-        model_type=model.config.model_type,
+        model_type=model.config.model_type.removesuffix("_hybrid"),
         parameters=sum(p.numel() for p in model.parameters()),
         dtype=str(model.dtype).removeprefix("torch."),
         layers=model.config.get_text_config().num_hidden_layers,

@@ -46,7 +46,7 @@ def run(
     resume: go on with an earlier run in `out`. overwrite: remove it first. verify: of the export, "quick" or "full". Raises
     UserError for input that cannot be used.
     """
-    with open_output(out, input_files(recipe), resume=resume, overwrite=overwrite) as output:
+    with open_output(out, recipe.input_files(), resume=resume, overwrite=overwrite) as output:
         if overwrite:
             output.clear()
         base, tokenizer = load(
@@ -57,7 +57,7 @@ def run(
             trust_remote_code=trust_remote_code,
         )
         # What every stage depends on: the weights, the contents of files, the seed.
-        known = [fingerprint(base), len(tokenizer), {str(path): file_digest(path) for path in data_files(recipe)}, recipe.seed]
+        known = [fingerprint(base), len(tokenizer), {str(path): file_digest(path) for path in recipe.data_files()}, recipe.seed]
         if is_main():
             output.write("recipe.yaml", recipe_text(recipe))
         located = [*known, recipe.locate.model_dump()]
@@ -169,18 +169,3 @@ def _finish(
     with output.new_folder(".", settings, keep=True) as folder:
         write_report(report, folder, hybrid="hybrid", ranking=ranking)
     return report
-
-
-def input_files(recipe: Recipe) -> list[str]:
-    """Everything on this machine that a recipe reads; an output may not be, or hold, any of it."""
-    names = [recipe.model, recipe.tokenizer, recipe.plan.donor, recipe.bench.include_path]
-    return [name for name in names if name and Path(name).exists()] + [str(path) for path in data_files(recipe)]
-
-
-def data_files(recipe: Recipe) -> list[Path]:
-    """The texts, facts and questions that a recipe names; their contents are part of its settings."""
-    data = recipe.data
-    options = [recipe.locate.options, *(entry.options for entry in recipe.tune.examples)]
-    values = [value for each in options for value in each.values() if isinstance(value, str)]
-    names = [*data.train_text, data.held_out_text, data.facts, *values]
-    return sorted({Path(name) for name in names if Path(name).exists()})

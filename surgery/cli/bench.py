@@ -51,9 +51,7 @@ def bench(
     required = [_parse(each) for each in require]
     if read_config(base).get("grafts") and not read_config(models[0]).get("grafts"):
         raise UserError(f"{base} is a hybrid and {models[0]} is none; the base comes first")
-    from surgery.pipeline import data_files
-
-    with open_output(out, [base, *models, *data_files(options)], resume=resume, overwrite=overwrite) as output:
+    with open_output(out, [base, *models, *options.data_files()], resume=resume, overwrite=overwrite) as output:
         from surgery.evaluation.bench import bench as bench_models
         from surgery.report.page import write_report
 

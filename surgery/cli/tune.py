@@ -24,9 +24,7 @@ def tune(
       surgery tune runs/mine/spliced --set tune.steps=100 --out runs/mine/tuned
     """
     options = read_recipe(recipe, settings, model=hybrid)
-    from surgery.pipeline import data_files
-
-    with open_output(out, [hybrid, *data_files(options)], resume=resume, overwrite=overwrite) as output:
+    with open_output(out, [hybrid, *options.data_files()], resume=resume, overwrite=overwrite) as output:
         from surgery.cli.export import _base_of
         from surgery.exporting.export import write_export
         from surgery.tuning.loop import tune as tune_model

@@ -314,6 +314,18 @@ class Recipe(Record):
 
         return shorten(self.model_dump(mode="json"))
 
+    def input_files(self) -> list[str]:
+        """Everything on this machine that a run reads; an output may not be, or hold, any of it."""
+        names = [self.model, self.tokenizer, self.plan.donor, self.bench.include_path]
+        return [name for name in names if name and Path(name).exists()] + [str(path) for path in self.data_files()]
+
+    def data_files(self) -> list[Path]:
+        """The texts, facts and questions that are read; their contents are part of the settings."""
+        options = [self.locate.options, *(entry.options for entry in self.tune.examples)]
+        values = [value for each in options for value in each.values() if isinstance(value, str)]
+        names = [*self.data.train_text, self.data.held_out_text, self.data.facts, *values]
+        return sorted({Path(name) for name in names if Path(name).exists()})
+
 
 # Settings of 0.30 that went, by section, and where their work is done now.
 GONE = {

@@ -1,0 +1,187 @@
+"""The command line: what it says without torch, and that whatever is wrong is one line and status 2."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from surgery.cli import app
+
+ROOT = Path(__file__).parents[3]
+VERBS = [name for group in app.GROUPS.values() for name in group]
+BASE = "checkpoints/tiny-mamba2"
+
+
+@pytest.fixture
+def surgery(monkeypatch, capsys):
+    """Runs a command in this process: (status, standard output, standard error)."""
+    monkeypatch.chdir(ROOT)
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["surgery", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            app.main()
+        captured = capsys.readouterr()
+        return ended.value.code, captured.out, captured.err
+
+    return run
+
+
+IMPORTS = """
+import io, json, sys
+from contextlib import redirect_stdout
+from surgery.cli import app
+for arguments in json.loads(sys.argv[1]):
+    sys.argv = ["surgery", *arguments]
+    with redirect_stdout(io.StringIO()):
+        try:
+            app.main()
+        except SystemExit as ended:
+            assert ended.code in (0, 2), (arguments, ended.code)
+heavy = {"torch", "transformers", "numpy", "scipy", "matplotlib", "peft", "accelerate", "datasets", "huggingface_hub"}
+print(sorted(heavy & set(sys.modules)))
+"""
+
+
+def test_help_lists_and_messages_import_nothing_heavy():
+    from surgery.cli.list import KINDS
+
+    commands = [["-h"], ["--version"], *([verb, flag] for verb in VERBS for flag in ("-h", "--help"))]
+    commands += [["list", kind] for kind in KINDS]
+    commands += [["run", "recipes/demo.yaml", "--set", "tune.stps=3"], ["look", "no-such"], ["splice", BASE, "x", "--out", "o"]]
+    command = [sys.executable, "-c", IMPORTS, json.dumps(commands)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_settings_of_a_section_are_listed(surgery):
+    status, out, _ = surgery("list", "settings", "tune.lora")
+    assert status == 0
+    assert "tune.lora.r" in out
+    assert "bench" not in out
+
+
+@pytest.fixture
+def places(tmp_path):
+    """Files and folders that are not what a command wants, by name."""
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "run" / "hybrid").mkdir(parents=True)
+    (tmp_path / "run" / "hybrid" / "config.json").write_text('{"grafts": [{"layer": 0}]}')
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.json").write_text("{")
+    (tmp_path / "plan.json").write_text('{"sites": ["L0.H0"], "starts": {}}')
+    (tmp_path / "list.json").write_text("[]")
+    (tmp_path / "r.yaml").write_text("model: checkpoints/no-such\n")
+    (tmp_path / "bomb.yaml").write_text("a: &a [1]\nb: [*a]\n")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("mine")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("command", "named"),
+    [
+        ("look no-such", "OWNER/NAME"),
+        ("look checkpoints/tiny-mambaa2", "did you mean"),
+        (f"look {BASE}/config.json", BASE),
+        ("look {}/empty", "config.json"),
+        ("look {}/run", "hybrid"),
+        (f"look {BASE} --text no-such.txt", "no-such.txt"),
+        (f"look {BASE} --dtype int8", "dtype"),
+        ("run {}/r.yaml", "no-such"),
+        ("run {}/bomb.yaml", "alias"),
+        ("run recipes/demo.yml", "demo.yml"),
+        ("run recipes/demo.yaml --text README.md", "--text"),
+        ("run recipes/demo.yaml --verify never", "--verify"),
+        ("run {}/run/hybrid", "hybrid"),
+        (f"run {BASE} --set plan.head=2", "plan.heads"),
+        (f"locate {BASE} --set locate.probe=needel", "needle"),
+        (f"locate {BASE} --out {{}}", "folder"),
+        (f"locate {BASE} --out {{}}/list.json --overwrite", "list.json"),
+        ("plan {}/plan.json", "is a plan"),
+        ("plan {}/list.json", "ranking"),
+        ("splice {}/run/hybrid {}/plan.json --out {}/o", "hybrid"),
+        (f"splice {BASE} {{}}/list.json --out {{}}/o", "plan"),
+        (f"splice {BASE} {{}}/plan.json --out {{}}/mine", "notes.txt"),
+        (f"tune {BASE} --out {{}}/o", "no hybrid"),
+        ("tune {}/run/hybrid --out {}/run --overwrite", "reads"),
+        (f"bench {BASE} {{}}/run/hybrid --out {{}}/run --overwrite", "reads"),
+        (f"bench {{}}/run/hybrid {BASE} --out {{}}/o", "first"),
+        (f"bench {BASE} {{}}/run/hybrid --out {{}}/o --require kv.64", "--require"),
+        ("export {}/run/hybrid --format x --out {}/o", "format"),
+        ("export {}/run/hybrid --out {}/run/hybrid --overwrite", "reads"),
+        ("list nothing", "probes"),
+        ("list settings nothing", "nothing"),
+        ("look {}/broken --text README.md", "broken"),
+    ],
+)
+def test_a_misuse_is_one_line_and_writes_nothing(surgery, places, command, named):
+    before = {path: path.stat().st_mtime_ns for path in places.rglob("*")}
+    status, _, err = surgery(*command.replace("{}", str(places)).split())
+    assert status == 2
+    assert len(err.splitlines()) == 1
+    assert named in err
+    assert {path: path.stat().st_mtime_ns for path in places.rglob("*")} == before
+
+
+class PanicException(BaseException):  # as that of the library tokenizers is called
+    pass
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (ValueError("two\nlines"), 2),
+        (PanicException("panic"), 2),
+        (OSError(28, "No space left on device", "x"), 2),
+        (UnicodeEncodeError("ascii", "é", 0, 1, "no"), 2),
+        (MemoryError(), 2),
+        (KeyboardInterrupt(), 130),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_whatever_ends_a_command_is_one_line(surgery, monkeypatch, error, status):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr("surgery.records.recipe.list_settings", fail)
+    found, _, err = surgery("list", "settings")
+    assert found == status
+    assert len(err.splitlines()) == 1
+
+
+def test_ctrl_c_says_how_to_go_on(surgery, monkeypatch):
+    def fail(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("surgery.cli.run.read_recipe", fail)
+    status, _, err = surgery("run", "recipes/demo.yaml", "--overwrite")
+    assert status == 130
+    assert err.rstrip().endswith("surgery run recipes/demo.yaml --resume")
+
+
+def run_module(folder, *arguments):
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, "-m", "surgery", *arguments], cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
+
+
+def test_python_m_surgery_runs_no_code_of_the_current_folder(tmp_path):
+    for name in ("typer", "json", "click", "yaml", "pydantic"):
+        (tmp_path / f"{name}.py").write_text("open('RAN', 'w')")
+    done = run_module(tmp_path, "list", "suites")
+    assert done.returncode == 0, done.stderr
+    assert not (tmp_path / "RAN").exists()
+
+
+def test_a_folder_that_is_gone_and_a_closed_pipe_are_no_tracebacks(tmp_path):
+    script = f"cd {tmp_path} && mkdir x && cd x && rmdir ../x && PYTHONPATH={ROOT} {sys.executable} -P -m surgery look y"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False)
+    assert "Traceback" not in done.stderr
+    script = f"cd {ROOT} && {sys.executable} -m surgery list settings | true"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False)
+    assert "Traceback" not in done.stderr
