@@ -36,7 +36,7 @@ class FalconMambaHybridModel(HybridBackbone, FalconMambaModel):
 
     def __init__(self, config: FalconMambaHybridConfig):
         super().__init__(config)
-        norms = [block.norm for block in self.layers]
+        norms: list[Any] = [block.norm for block in self.layers]
         blocks = (HybridBlock(config, norm, FalconMambaHybridMixer(config, layer)) for layer, norm in enumerate(norms))
         self.layers = nn.ModuleList(blocks)
         self.put_grafts()

@@ -103,7 +103,9 @@ class GraftedModel:
 
 
 class HybridLanguageModel(GraftedModel):
-    """A mixin before a language model of transformers."""
+    """A mixin before a language model of transformers. cache_name: under which its forward returns the cache."""
+
+    cache_name = "past_key_values"
 
     def graft_parameters(self: Any) -> dict[str, nn.Parameter]:
         """The parameters of the grafts, by name: what splice added."""
@@ -121,44 +123,31 @@ class HybridLanguageModel(GraftedModel):
         what = f"attention at {sites}" if sites else "no grafts"
         return f"<{type(self).__name__}: {what}; print(model.base_model) shows its modules>"
 
-    def prepare_inputs_for_generation(  # type: ignore[override]
-        self: Any,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        is_first_iteration: bool = False,
-        next_sequence_length: int | None = None,
-        **kwargs: Any,
-    ) -> dict[str, Any]:
+    def prepare_inputs_for_generation(self: Any, input_ids: Tensor, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """As in transformers, but the mask stays, and a text that an earlier turn's cache holds the beginning of is not read
         again: its new tokens are. Where only the new tokens are given, and are more than the cache holds, a mask of the whole
         text has to say so."""
-        cache = next((kwargs[name] for name in ("cache_params", "past_key_values") if kwargs.get(name) is not None), None)
-        if is_first_iteration and next_sequence_length is None and cache is not None and self.config.grafts:
-            embedded = kwargs.get("inputs_embeds")
+        cache = one_cache(kwargs.get("cache_params"), kwargs.get("past_key_values"))
+        mask, embedded = kwargs.get("attention_mask"), kwargs.get("inputs_embeds")
+        if kwargs.get("is_first_iteration") and kwargs.get("next_sequence_length") is None and cache and self.config.grafts:
             seen, whole = int(cache.get_seq_length()), (input_ids if embedded is None else embedded).shape[1]
-            if 0 < seen < whole and (attention_mask is None or attention_mask.shape[1] == whole):
-                next_sequence_length = whole - seen
-        inputs = super().prepare_inputs_for_generation(  # type: ignore[misc]
-            input_ids,
-            attention_mask=attention_mask,
-            is_first_iteration=is_first_iteration,
-            next_sequence_length=next_sequence_length,
-            **kwargs,
-        )
-        if attention_mask is not None and inputs.get("attention_mask") is None:
-            inputs["attention_mask"] = attention_mask
+            if 0 < seen < whole and (mask is None or mask.shape[1] == whole):
+                kwargs["next_sequence_length"] = whole - seen
+        inputs = super().prepare_inputs_for_generation(input_ids, *args, **kwargs)  # type: ignore[misc]
+        if mask is not None and inputs.get("attention_mask") is None:
+            inputs["attention_mask"] = mask
         return inputs
 
     def _prepare_cache_for_generation(self: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any) -> Any:
         """transformers names the cache of classes with "mamba" in their name `cache_params`, and looks for no other."""
         name = "cache_params" if "mamba" in type(self).__name__.lower() else "past_key_values"
-        for other in ("cache_params", "past_key_values"):
-            if other != name and model_kwargs.get(other) is not None:
-                model_kwargs[name] = model_kwargs.pop(other)
+        given = [model_kwargs.pop(each, None) for each in ("cache_params", "past_key_values")]
+        if (cache := one_cache(*given)) is not None:
+            model_kwargs[name] = cache
         made = super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)  # type: ignore[misc]
-        cache = model_kwargs.get(name)
-        length = max(args[-1], generation_config.max_cache_len or 0)
-        self.with_room(cache, length if isinstance(cache, StaticCache) else None)
+        if (cache := model_kwargs.pop(name, None)) is not None:
+            length = max(args[-1], generation_config.max_cache_len or 0)
+            model_kwargs[self.cache_name] = self.with_room(cache, length if isinstance(cache, StaticCache) else None)
         return made
 
     @classmethod

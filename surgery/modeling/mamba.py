@@ -124,7 +124,7 @@ class MambaHybridModel(HybridBackbone, MambaModel):
 
     def __init__(self, config: MambaHybridConfig):
         super().__init__(config)
-        norms = [block.norm for block in self.layers]
+        norms: list[Any] = [block.norm for block in self.layers]
         blocks = (HybridBlock(config, norm, MambaHybridMixer(config, layer)) for layer, norm in enumerate(norms))
         self.layers = nn.ModuleList(blocks)
         self.put_grafts()

@@ -147,10 +147,12 @@ def attend(
     null key.
     """
     if packing is not None:
-        y, m = packing.apply(
-            lambda *rows: tuple(each.transpose(1, 2) for each in attend(*(row.transpose(1, 2) for row in rows), null=null)),
-            *(x.transpose(1, 2) for x in (q, k, v, bias) if x is not None),
-        )
+
+        def alone(*rows: Tensor) -> tuple[Tensor, ...]:
+            q, k, v, *rest = (row.transpose(1, 2) for row in rows)
+            return tuple(each.transpose(1, 2) for each in attend(q, k, v, rest[0] if rest else None, null))
+
+        y, m = packing.apply(alone, *(x.transpose(1, 2) for x in (q, k, v, bias) if x is not None))
         return y.transpose(1, 2), m.transpose(1, 2)
     (b, h, t, _), s = q.shape, k.shape[2]
     allowed = torch.ones(t, s, dtype=torch.bool, device=q.device).tril(s - t)

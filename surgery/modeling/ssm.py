@@ -91,6 +91,7 @@ class SSMLanguageModel(HybridLanguageModel):
     """A mixin before a language model of transformers with `backbone` and `lm_head`."""
 
     _no_split_modules: Any = ["HybridBlock"]
+    cache_name = "cache_params"
 
     def forward(
         self: Any,

@@ -1,0 +1,221 @@
+"""Laws of every hybrid made of recurrent mixers alone: however a text is fed, the logits are the same."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DataCollatorWithFlattening, DynamicCache
+
+from tests.surgery.modeling.bases import BASES, STOCK, make_base, make_hybrid, make_rows
+from surgery.splicing.splice import adopt
+
+FAMILIES = pytest.mark.parametrize("name", BASES)
+NULLS = pytest.mark.parametrize("null", [None, 0.5], ids=["without", "null-key"])
+GENERATE = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None, "max_new_tokens": 4}
+
+
+def logits(model: Any, ids: Tensor, **more: Any) -> Tensor:
+    with torch.no_grad():
+        return model(ids, **{"use_cache": False, **more}).logits
+
+
+def assert_same(one: Tensor, other: Tensor, bound: float = 1e-9) -> None:
+    torch.testing.assert_close(one.double(), other.double(), atol=bound, rtol=bound)
+
+
+@pytest.mark.parametrize("name", STOCK)
+@pytest.mark.parametrize("more", [{}, {"use_bias": True, "use_conv_bias": False}], ids=["plain", "biases"])
+def test_adopted_is_stock(name: str, more: dict) -> None:
+    base, ids = make_base(name, dtype=torch.float32, **more), make_rows()
+    assert_same(logits(adopt(base), ids), logits(base, ids), 2e-5)
+
+
+@pytest.mark.parametrize("name", STOCK)
+def test_adopted_decodes_as_stock(name: str) -> None:
+    base, ids = make_base(name, dtype=torch.float32), make_rows()
+    assert torch.equal(adopt(base).generate(ids, **GENERATE), base.generate(ids, **GENERATE))
+
+
+@FAMILIES
+def test_grafts_matter_and_can_be_disabled(name: str) -> None:
+    hybrid, ids = make_hybrid(name), make_rows()
+    base = logits(make_base(name) if name == "llamba" else adopt(make_base(name)), ids)
+    assert (logits(hybrid, ids) - base).abs().max() > 0.1
+    with hybrid.disable_grafts():
+        assert torch.equal(logits(hybrid, ids), base)
+    assert (logits(hybrid, ids) - base).abs().max() > 0.1
+
+
+@FAMILIES
+@NULLS
+@pytest.mark.parametrize("sizes", [[1] * 6 + [17], [7, 1, 1, 14], [2, 21]], ids=["one by one", "mixed", "short first"])
+def test_cached_is_whole(name: str, null: float | None, sizes: list[int]) -> None:
+    hybrid, ids = make_hybrid(name, null), make_rows()
+    cache, parts = DynamicCache(config=hybrid.config), []
+    for number, part in enumerate(ids.split(sizes, dim=1)):
+        how = {"cache_params": cache} if number % 2 else {"past_key_values": cache}  # either name
+        parts.append(logits(hybrid, part, use_cache=True, **how))
+    assert_same(torch.cat(parts, 1), logits(hybrid, ids))
+
+
+@FAMILIES
+@NULLS
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padded_is_alone(name: str, null: float | None, side: str) -> None:
+    """The prompt, the tokens that are decoded after it one by one, and a second chunk."""
+    hybrid, ids = make_hybrid(name, null), make_rows(3)
+    lengths, after = [23, 9, 2], make_rows(3, 6, seed=5)
+    mask = torch.stack([torch.arange(23) < n if side == "right" else torch.arange(23) >= 23 - n for n in lengths]).long()
+    padded = torch.zeros_like(ids)
+    for row, n in enumerate(lengths):
+        padded[row, mask[row].bool()] = ids[row, :n]
+    cache = DynamicCache(config=hybrid.config)
+    parts = [logits(hybrid, padded, attention_mask=mask, cache_params=cache, use_cache=True)]
+    for part in after.split([1, 1, 4], dim=1):
+        mask = torch.cat([mask, torch.ones_like(part)], 1)
+        parts.append(logits(hybrid, part, attention_mask=mask, cache_params=cache, use_cache=True))
+    together = torch.cat(parts, 1)
+    for row, n in enumerate(lengths):
+        alone = logits(hybrid, torch.cat([ids[row : row + 1, :n], after[row : row + 1]], 1))
+        assert_same(together[row, mask[row].bool()], alone[0])
+
+
+@FAMILIES
+@NULLS
+def test_packed_is_alone(name: str, null: float | None) -> None:
+    hybrid, lengths = make_hybrid(name, null), (9, 1, 7, 30)
+    documents = [make_rows(1, n, seed=n) for n in lengths]
+    row = torch.cat(documents, 1)
+    bounds = torch.tensor([0, *lengths]).cumsum(0).int()
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    numbers = torch.repeat_interleave(torch.arange(4), torch.tensor(lengths))[None].int()
+    collated = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)(
+        [{"input_ids": document[0].tolist(), "labels": document[0].tolist()} for document in documents]
+    )
+    collated = {key: value for key, value in collated.items() if key not in ("input_ids", "labels")}
+    alone = torch.cat([logits(hybrid, document) for document in documents], 1)
+    for said in (
+        {"position_ids": positions},
+        {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": 30, "max_length_k": 30},
+        {"seq_idx": numbers},
+        collated,
+    ):
+        assert_same(logits(hybrid, row, **said), alone)
+
+
+@FAMILIES
+def test_packed_gradients_are_those_of_documents_alone(name: str) -> None:
+    hybrid, documents = make_hybrid(name).train(), [make_rows(1, 9, seed=1), make_rows(1, 14, seed=2)]
+    positions = torch.cat([torch.arange(9), torch.arange(14)])[None]
+    gradients = []
+    for inputs in ([(torch.cat(documents, 1), {"position_ids": positions})], [(each, {}) for each in documents]):
+        hybrid.zero_grad()
+        for ids, said in inputs:
+            hybrid(ids, use_cache=False, **said).logits.square().sum().backward()
+        gradients.append({key: p.grad.clone() for key, p in hybrid.graft_parameters().items()})
+    for key, one in gradients[0].items():
+        assert_same(one, gradients[1][key], 1e-7)
+
+
+@FAMILIES
+def test_packed_with_a_cache_is_refused(name: str) -> None:
+    hybrid, ids = make_hybrid(name), make_rows(1, 6)
+    with pytest.raises(ValueError, match="packed"):
+        logits(hybrid, ids, use_cache=True, position_ids=torch.tensor([[0, 1, 2, 0, 1, 2]]))
+
+
+@FAMILIES
+@NULLS
+@pytest.mark.parametrize("how", [{}, {"num_beams": 3}, {"cache_implementation": "static"}], ids=["greedy", "beams", "static"])
+def test_generate_with_a_cache_as_without(name: str, null: float | None, how: dict) -> None:
+    hybrid, ids = make_hybrid(name, null), make_rows()
+    mask = torch.ones_like(ids)
+    mask[1, :8] = 0
+    ids[1, :8] = 0
+    plain = {key: value for key, value in how.items() if key != "cache_implementation"}
+    without = hybrid.generate(ids, attention_mask=mask, use_cache=False, **plain, **GENERATE)
+    assert torch.equal(hybrid.generate(ids, attention_mask=mask, **how, **GENERATE), without)
+
+
+@FAMILIES
+@pytest.mark.parametrize("argument", ["cache_params", "past_key_values"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_second_turn_goes_on(name: str, argument: str, masked: bool) -> None:
+    """Given the whole conversation and the cache of the first turn, generate reads what is new."""
+    hybrid, read = make_hybrid(name), []
+    turn = hybrid.generate(make_rows(1), return_dict_in_generate=True, **GENERATE)
+    cache = next(turn[key] for key in ("cache_params", "past_key_values") if turn.get(key) is not None)
+    text = torch.cat([turn.sequences, make_rows(1, 4, seed=9)], 1)
+    given = {"attention_mask": torch.ones_like(text)} if masked else {}
+    hook = hybrid.get_input_embeddings().register_forward_hook(lambda _, inputs, __: read.append(inputs[0].shape[1]))
+    reply = hybrid.generate(text, return_dict_in_generate=True, output_logits=True, **GENERATE, **{argument: cache}, **given)
+    hook.remove()
+    assert read[0] == 5
+    assert_same(reply.logits[0], logits(hybrid, text)[:, -1], 1e-5)  # generate gives them in float32
+
+
+@FAMILIES
+def test_only_new_tokens_with_a_cache(name: str) -> None:
+    hybrid, ids = make_hybrid(name), make_rows(1)
+    cache = DynamicCache(config=hybrid.config)
+    logits(hybrid, ids, cache_params=cache, use_cache=True)
+    new = make_rows(1, 3, seed=9)
+    reply = hybrid.generate(new, cache_params=cache, return_dict_in_generate=True, output_logits=True, **GENERATE)
+    assert_same(reply.logits[0], logits(hybrid, torch.cat([ids, new], 1))[:, -1], 1e-5)
+
+
+@FAMILIES
+def test_what_a_forward_does_not_read_is_refused(name: str) -> None:
+    hybrid, ids = make_hybrid(name), make_rows(1)
+    for model in (hybrid, hybrid.base_model):
+        with pytest.raises(TypeError, match="attention_masks"):
+            model(ids, attention_masks=torch.ones_like(ids))
+    with pytest.raises(ValueError, match="attention_mask"):
+        hybrid(ids, attention_mask=torch.ones(1, 1, 23, 23))
+    one, other = DynamicCache(config=hybrid.config), DynamicCache(config=hybrid.config)
+    with pytest.raises(ValueError, match="cache_params"):
+        hybrid(ids, cache_params=one, past_key_values=other)
+
+
+@FAMILIES
+def test_a_cache_without_the_keys_is_refused(name: str) -> None:
+    hybrid, ids = make_hybrid(name), make_rows(1)
+    with hybrid.disable_grafts():
+        cache = hybrid(ids, use_cache=True).cache_params
+    with pytest.raises(ValueError, match="cache"):
+        hybrid(ids, cache_params=cache)
+
+
+@FAMILIES
+def test_a_cache_cannot_be_cropped(name: str) -> None:
+    hybrid = make_hybrid(name)
+    cache = hybrid(make_rows(1), use_cache=True).cache_params
+    with pytest.raises(RuntimeError, match="crop"):
+        cache.crop(-2)
+
+
+@FAMILIES
+def test_inputs_as_embeddings_and_hidden_states(name: str) -> None:
+    hybrid, ids = make_hybrid(name), make_rows()
+    embedded = hybrid.get_input_embeddings()(ids)
+    with torch.no_grad():
+        read = hybrid(inputs_embeds=embedded, use_cache=False, output_hidden_states=True, logits_to_keep=2)
+    assert_same(read.logits, logits(hybrid, ids)[:, -2:])
+    assert len(read.hidden_states) == 3
+
+
+@FAMILIES
+def test_gradients_are_the_same_with_checkpointing(name: str) -> None:
+    hybrid, ids = make_hybrid(name).train(), make_rows()
+    gradients = []
+    for checkpointing in (False, True):
+        if checkpointing:
+            hybrid.gradient_checkpointing_enable()
+        hybrid.zero_grad()
+        hybrid(ids, labels=ids).loss.backward()
+        gradients.append({key: p.grad.clone() for key, p in hybrid.named_parameters() if p.requires_grad})
+    assert set(gradients[0]) == set(hybrid.graft_parameters())
+    for key, one in gradients[0].items():
+        assert one.abs().max() > 0, key
+        assert_same(one, gradients[1][key])
