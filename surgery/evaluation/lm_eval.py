@@ -24,11 +24,14 @@ def harness_measurements(given: Given) -> list[Measurement]:
     from lm_eval.tasks import TaskManager
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    manager = TaskManager(include_path=given.options.include_path)
-    unknown = [name for name in given.options.tasks if name not in manager.all_tasks]
+    names, folder = given.options.tasks, given.options.include_path
+    manager = TaskManager(include_path=folder, include_defaults=False) if folder is not None else None
+    if manager is None or set(names) - set(manager.all_tasks):  # reading the list of its own tasks takes a minute
+        manager = TaskManager(include_path=folder)
+    unknown = [name for name in names if name not in manager.all_tasks]
     if unknown:
         raise UserError(f"lm-evaluation-harness knows no task '{unknown[0]}' (bench.tasks); `lm_eval ls tasks` lists them")
-    return [_measurement(given, manager, name) for name in given.options.tasks]
+    return [_measurement(given, manager, name) for name in names]
 
 
 def _measurement(given: Given, manager: Any, name: str) -> Measurement:
