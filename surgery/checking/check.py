@@ -1,0 +1,146 @@
+"""`surgery check`: whether the state of a recurrent or hybrid model is right, however the model is run.
+
+Nothing is written, and nothing foreign runs, unless it is asked for.
+"""
+
+import importlib
+import json
+import math
+import pkgutil
+import platform
+import time
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from surgery.checking import laws
+from surgery.checking.law import Finding, Law, subject_of
+from surgery.checking.shrink import random_model, read_config, shrink
+from surgery.errors import UserError
+
+ORDER = ("wrong", "refused", "right", "not applicable")
+WIDE = 2**31  # bytes in float64 up to which a model is checked in it
+
+
+@dataclass(frozen=True)
+class CheckReport:
+    """What the laws have found about one model, worst first. seconds: of processor time, without imports."""
+
+    model: str
+    architecture: str
+    dtype: str
+    versions: dict[str, str]
+    seconds: float
+    findings: tuple[Finding, ...]
+
+    @property
+    def wrong(self) -> list[Finding]:
+        """The laws that are broken."""
+        return [finding for finding in self.findings if finding.verdict == "wrong"]
+
+    def table(self) -> str:
+        """What the command prints."""
+        counts = [f"{sum(f.verdict == verdict for f in self.findings)} {verdict}" for verdict in ORDER]
+        lines = [f"{self.model} ({self.architecture}, {self.dtype}): {', '.join(counts)}", ""]
+        width = max(len(finding.law) for finding in self.findings)
+        for finding in self.findings:
+            measured = finding.verdict in ("wrong", "right") and math.isfinite(finding.difference)
+            apart, where = f"{finding.difference:.1e}" if measured else "", "" if finding.verdict == "right" else finding.where
+            lines.append(f"{finding.verdict:<14}  {finding.law:<{width}}  {apart:<8}{where}".rstrip())
+            if finding.verdict == "wrong":
+                lines.append(f"{'':<14}  {finding.meaning}; instead: {finding.advice}")
+        return "\n".join(lines)
+
+    def to_json(self) -> str:
+        """Everything, with null for a difference that is not a number."""
+        return json.dumps(_plain(asdict(self)), indent=2)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _plain(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def check(
+    model: PreTrainedModel | str | Path | None = None,
+    *,
+    architecture: str | Path | None = None,
+    full: bool = False,
+    only: tuple[str, ...] = (),
+    trust_remote_code: bool = False,
+    seed: int = 0,
+) -> CheckReport:
+    """Ask all laws of a model, or of a small random model of an architecture.
+
+    model: a live one, a folder, a Hub id or a patch; a stock folder is opened by transformers' own class, a hybrid by ours.
+    architecture: a model type, a config.json, or a folder or Hub id of which only that is read. full: slow laws, too. only:
+    names of laws. Raises UserError for what cannot be opened, and for a law that does not exist.
+    """
+    if (model is None) == (architecture is None):
+        raise UserError("check takes a model or an architecture, one of them")
+    if unknown := set(only) - set(all_laws()):
+        raise UserError(f"there is no law '{sorted(unknown)[0]}'; there are {', '.join(all_laws())}")
+    if architecture is not None:
+        config = shrink(read_config(architecture, trust_remote_code=trust_remote_code))
+        live, name = random_model(config, seed=seed, trust_remote_code=trust_remote_code), f"{architecture}, small and random"
+    elif isinstance(model, str | Path):
+        live, name = open_model(model, trust_remote_code), str(model)
+    else:
+        live, name = model, type(model).__name__
+    begun = time.process_time()
+    found = check_laws(live, full=full, only=only)
+    return CheckReport(
+        model=name,
+        architecture=live.config.model_type,
+        dtype=found[1],
+        versions={package: version(package) for package in ("torch", "transformers")} | {"python": platform.python_version()},
+        seconds=round(time.process_time() - begun, 2),
+        findings=found[0],
+    )
+
+
+def check_laws(
+    model: PreTrainedModel, *, quick: bool = False, full: bool = False, only: tuple[str, ...] = ()
+) -> tuple[tuple[Finding, ...], str]:
+    """(the findings, worst first; what the model was run in). quick: only the laws that are asked of every export."""
+    subject = subject_of(model, wide=8 * sum(p.numel() for p in model.parameters()) <= WIDE)
+    chosen = [
+        law
+        for name, law in all_laws().items()
+        if (name in only if only else (law.quick or not quick) and (full or not law.slow))
+    ]
+    findings = [law.run(subject) for law in chosen]
+    findings.sort(key=lambda finding: (ORDER.index(finding.verdict), -_size(finding)))
+    return tuple(findings), str(subject.dtype).removeprefix("torch.")
+
+
+def _size(finding: Finding) -> float:
+    return finding.difference if math.isfinite(finding.difference) else math.inf
+
+
+def all_laws() -> dict[str, Law]:
+    """The laws by the names of their files."""
+    names = sorted(module.name for module in pkgutil.iter_modules(laws.__path__))
+    return {name: importlib.import_module(f"surgery.checking.laws.{name}").LAW for name in names}
+
+
+def open_model(name: str | Path, trust_remote_code: bool = False) -> PreTrainedModel:
+    """The model in a folder, on the Hub, or in a patch, by the class that its user gets. Raises UserError."""
+    from surgery.models import load
+
+    folder = load.find_folder(name)
+    if (folder / load.PATCH).is_file() or load.original.is_original(load.read_content(folder)):
+        return load.load(name, dtype="stored", device="cpu", trust_remote_code=trust_remote_code).model
+    config = load.read_config(folder, trust_remote_code)
+    try:
+        return AutoModelForCausalLM.from_pretrained(
+            folder, config=config, dtype="auto", trust_remote_code=trust_remote_code
+        ).eval()
+    except Exception as error:
+        raise UserError(f"cannot load {name}: {load.one_line(error)}") from error

@@ -1,0 +1,342 @@
+"""Laws of a recurrent state: what must hold for any weights, however a model is run.
+
+A law (laws/NAME.py, `LAW = Law(...)`) lists cases. A case computes the same logits in two ways, and their largest difference is
+held to a bound: that of float64, if the whole model can be run in it, or else what rounding explains. A model may refuse a
+case, by an error that says so; a crash, or another answer without a word, is wrong.
+"""
+
+import copy
+import inspect
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import GenerationConfig, PreTrainedModel
+
+Verdict = Literal["wrong", "refused", "right", "not applicable"]  # worst first
+Pair = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, float]  # what was found, what is right, and a bound of its own
+CACHES = ("past_key_values", "cache_params", "state")  # what models call the cache that they take and return
+EXACT = 1e-6  # of the largest logit, in float64: more than constants explain that were made in float32, less than a defect
+TIMES, LEAST = 8.0, 3e-5  # of rounding in float32: models lie at most a quarter of this from float64
+PAD = 0
+WORDS = (
+    "not support",
+    "not used by the model",
+    "unsupported",
+    "cannot",
+    "can't",
+    "not implemented",
+    "unexpected keyword",
+    "only",
+    "not compatible",
+    "use ",
+    "disabl",
+    "invalid",
+    "does not",
+    "call `",
+)
+
+
+def rounding(largest: float, length: int, layers: int, dtype: torch.dtype) -> float:
+    """How far logits of two correct computations may lie apart. It grows with the logits, and, as independent errors do, with
+    the roots of the number of layers and of the number of tokens that a state or an attention sums over."""
+    eps = torch.finfo(dtype).eps
+    return LEAST * eps / torch.finfo(torch.float32).eps + TIMES * eps * largest * (1 + length**0.5) * layers**0.5
+
+
+class NotApplicable(Exception):
+    """Raised by a case, or by `cases`: this model has nothing that the law is about. Its text says why."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What one case of a law has found. where: at which token the difference is largest, or what the error says."""
+
+    name: str
+    verdict: Verdict
+    difference: float
+    bound: float
+    where: str
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a law has found: the worst of its cases."""
+
+    law: str
+    verdict: Verdict
+    difference: float
+    where: str
+    bound: float
+    meaning: str
+    advice: str
+    cases: tuple[Case, ...] = ()
+
+    def wrong_cases(self) -> list[str]:
+        return [case.name for case in self.cases if case.verdict == "wrong"]
+
+
+@dataclass(frozen=True)
+class Law:
+    """One law.
+
+    name: as the table has it. protects: what goes wrong for a user where it is broken, in half a line. advice: what to do
+    instead. cases: gives the cases of a subject by name, each a function that returns a Pair. quick: whether it is among those
+    that are asked of every export; slow: whether it is asked only in full.
+    """
+
+    name: str
+    protects: str
+    advice: str
+    cases: Callable[["Subject"], Mapping[str, Callable[[], Pair]]]
+    quick: bool = False
+    slow: bool = False
+
+    def run(self, subject: "Subject") -> Finding:
+        """Ask all cases."""
+        try:
+            found = tuple(subject.ask(name, case) for name, case in self.cases(subject).items())
+        except NotApplicable as reason:
+            found = (Case("", "not applicable", 0.0, 0.0, str(reason)),)
+        order: list[Verdict] = ["wrong", "right", "refused", "not applicable"]
+        worst = min(found, key=lambda case: (order.index(case.verdict), -_size(case)))
+        where = ": ".join(part for part in (worst.name, worst.where) if part)
+        advice = self.advice if worst.verdict == "wrong" else ""
+        return Finding(self.name, worst.verdict, worst.difference, where, worst.bound, self.protects, advice, found)
+
+
+def _size(case: Case) -> float:
+    return math.inf if math.isnan(case.difference) else case.difference
+
+
+@dataclass(eq=False)
+class Subject:
+    """A model as laws see it: a copy in eval mode, in float64 where all of it can be run so.
+
+    ids (4, t): random tokens, t beyond the chunks of its scan. exact: whether all of it runs in float64; dtype: what it runs
+    in. source: the model itself.
+    """
+
+    model: PreTrainedModel
+    ids: Tensor
+    exact: bool = True
+    dtype: torch.dtype = torch.float64
+    source: PreTrainedModel | None = None
+
+    @cached_property
+    def right(self) -> Tensor:
+        """Logits (1, t, V) of the first row, by itself, without a cache."""
+        return self.logits(self.ids[:1])
+
+    @property
+    def length(self) -> int:
+        return self.ids.shape[1]
+
+    @property
+    def layers(self) -> int:
+        return int(getattr(self.model.config, "num_hidden_layers", 1))
+
+    @cached_property
+    def chunk(self) -> int | None:
+        """Tokens of a chunk of the scan, if the configuration has it."""
+        names = ("chunk_size", "mamba_chunk_size", "block_size")
+        return next((getattr(self.model.config, name) for name in names if getattr(self.model.config, name, None)), None)
+
+    @cached_property
+    def cache_name(self) -> str:
+        """What the model calls the cache that it returns. Raises NotApplicable where it returns none."""
+        with torch.no_grad(), self.precision():
+            output = self.model(input_ids=self.ids[:1, :3], use_cache=True)
+        for name in CACHES:
+            if getattr(output, name, None) is not None:
+                return name
+        raise NotApplicable("it returns no cache")
+
+    def takes(self, name: str) -> bool:
+        """Whether the model's forward has an argument of that name."""
+        return name in inspect.signature(self.model.forward).parameters
+
+    @contextmanager
+    def precision(self) -> Iterator[None]:
+        """Within it, what the model casts to float32 stays in float64, if that is what it is run in."""
+        if not self.exact:
+            yield
+            return
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)
+        try:
+            with WideCasts():
+                yield
+        finally:
+            torch.set_default_dtype(before)
+
+    def logits(self, ids: Tensor | None, **named: Any) -> Tensor:
+        """Of one forward without a cache."""
+        with torch.no_grad(), self.precision():
+            return self.model(input_ids=ids, **{"use_cache": False} | named).logits
+
+    def step(self, ids: Tensor, cache: Any = None, **named: Any) -> tuple[Tensor, Any]:
+        """Logits of a forward that goes on from a cache, and the cache that it returns."""
+        with torch.no_grad(), self.precision():
+            if cache is not None:
+                named[self.cache_name] = cache
+            output = self.model(input_ids=ids, use_cache=True, **named)
+        return output.logits, output[self.cache_name]
+
+    def pieces(
+        self, ids: Tensor, sizes: list[int], *, mask: bool = False, positions: bool = False, cache: Any = None, start: int = 0
+    ) -> Tensor:
+        """Logits of pieces of so many tokens, each going on from the cache of the one before."""
+        parts, end = [], start
+        for piece in ids.split(sizes, dim=1):
+            begin, end = end, end + piece.shape[1]
+            logits, cache = self.step(piece, cache, **self.named(begin, end, mask=mask, positions=positions, rows=len(ids)))
+            parts.append(logits)
+        return torch.cat(parts, 1)
+
+    def named(self, begin: int, end: int, *, mask: bool = False, positions: bool = False, rows: int = 1) -> dict[str, Tensor]:
+        """What a forward of the tokens from `begin` to `end` is told: a mask of all tokens up to there, and position_ids."""
+        named = {}
+        if mask:
+            named["attention_mask"] = torch.ones(rows, end, dtype=torch.long)
+        if positions:
+            named["position_ids"] = torch.arange(begin, end).expand(rows, -1)
+        return named
+
+    def ways(self) -> dict[str, dict[str, bool]]:
+        """With and without a mask and position_ids, as far as the forward takes them."""
+        ways = {"plain": {}, "with a mask": {"mask": True}}
+        if self.takes("position_ids"):
+            ways |= {"with position_ids": {"positions": True}, "with both": {"mask": True, "positions": True}}
+        return ways
+
+    @cached_property
+    def good_way(self) -> dict[str, bool]:
+        """The fullest of these ways in which a cache is continued rightly, token by token. Other laws of caches go on so, and a
+        fault is told by one law. Raises NotApplicable where there is none."""
+        for way in reversed(self.ways().values()):
+            try:
+                found = self.pieces(self.ids[:1, :9], [6, 1, 1, 1], **way)
+            except NotApplicable:
+                raise
+            except Exception:
+                continue
+            if (found - self.right[:, :9]).abs().max() <= self.bound(self.right):
+                return way
+        raise NotApplicable("its cache is not continued rightly token by token")
+
+    def generate(self, ids: Tensor, new: int = 6, **named: Any) -> Any:
+        """Greedy decoding: `.sequences`, and `.logits` of every new token."""
+        options = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "pad_token_id": PAD, "use_cache": True}
+        options |= {"return_dict_in_generate": True, "output_logits": True, "output_scores": True}
+        given = {name: named.pop(name) for name in list(named) if hasattr(GenerationConfig(), name)}
+        with torch.no_grad(), self.precision():
+            return self.model.generate(ids, generation_config=GenerationConfig(**options | given), **named)
+
+    def ask(self, name: str, case: Callable[[], Pair]) -> Case:
+        """Run a case and judge it."""
+        try:
+            found, right, *own = case()
+        except NotApplicable as reason:
+            return Case(name, "not applicable", 0.0, 0.0, str(reason))
+        except Exception as error:
+            line = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+            return Case(name, "refused" if is_clear(error) else "wrong", math.inf, 0.0, line)
+        if found.shape != right.shape:
+            return Case(name, "wrong", math.inf, 0.0, f"logits of the shape {tuple(found.shape)}, not {tuple(right.shape)}")
+        bound = own[0] if own else self.bound(right)
+        apart = (found.double() - right.double()).abs()
+        difference = math.nan if not torch.isfinite(apart).all() else apart.max().item()
+        verdict: Verdict = "right" if difference <= bound else "wrong"
+        return Case(name, verdict, difference, bound, "" if verdict == "right" else place_of(apart))
+
+    def bound(self, right: Tensor) -> float:
+        """How far apart two right computations of these logits may be."""
+        largest = right.abs().max().item()
+        if self.exact:
+            return EXACT * max(1.0, largest)
+        return rounding(largest, self.length, self.layers, self.dtype)
+
+
+def place_of(apart: Tensor) -> str:
+    """The token at which a difference (b, t, V) is largest, and the first one at which there is any to speak of."""
+    if apart.dim() != 3:
+        return ""
+    tokens = apart.nan_to_num(math.inf).amax(dim=(0, 2))
+    worst = int(tokens.argmax())
+    first = int((tokens >= tokens[worst] / 100).nonzero()[0])
+    return f"token {worst}" if first == worst else f"token {worst}, from token {first} on"
+
+
+def is_clear(error: Exception) -> bool:
+    """Whether an error says that something is not supported, and is no crash inside."""
+    kinds = (ValueError, NotImplementedError, TypeError, AttributeError, ImportError, RuntimeError)
+    text = str(error).lower()
+    return isinstance(error, NotImplementedError) or (isinstance(error, kinds) and any(word in text for word in WORDS))
+
+
+class WideCasts(TorchFunctionMode):
+    """What is cast to, or made in, float32 is in float64 instead. So a model in float64 is run in it whole."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.float:
+            func = torch.Tensor.double
+        elif any(value is torch.float32 for value in args):
+            args = tuple(torch.float64 if value is torch.float32 else value for value in args)
+        if kwargs and kwargs.get("dtype") is torch.float32:
+            kwargs = kwargs | {"dtype": torch.float64}
+        return func(*args, **(kwargs or {}))
+
+
+class Narrow(TorchDispatchMode):
+    """Notes whether anything is computed in less than float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for value in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64:
+                self.seen = True
+        return result
+
+
+def subject_of(
+    model: PreTrainedModel, *, rows: int = 4, length: int | None = None, wide: bool = True, seed: int = 0
+) -> Subject:
+    """What laws are asked of: a copy of the model on the CPU, in float64 if all of it runs so, else in float32."""
+    config = model.config.get_text_config(decoder=True)
+    vocabulary = min(int(config.vocab_size), 1000)
+    chunk = next((getattr(config, n) for n in ("chunk_size", "mamba_chunk_size", "block_size") if getattr(config, n, None)), 0)
+    length = length or max(70, min(chunk, 256) + 9)
+    ids = torch.randint(3, vocabulary, (rows, length), generator=torch.Generator().manual_seed(seed))
+    copied = prepared(model)
+    if wide:
+        subject = Subject(copied.double(), ids, source=model)
+        narrow = Narrow()
+        try:
+            with narrow:
+                subject.logits(ids[:1, :9])
+        except Exception:
+            narrow.seen = True
+        if not narrow.seen:
+            return subject
+        copied = prepared(model)
+    return Subject(copied.float(), ids, exact=False, dtype=torch.float32, source=model)
+
+
+def prepared(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy in eval mode, with experts in plain PyTorch, which alone know float64."""
+    copied = copy.deepcopy(model).eval()
+    if hasattr(copied, "set_experts_implementation"):
+        copied.set_experts_implementation("eager")
+    return copied

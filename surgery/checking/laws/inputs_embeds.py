@@ -1,0 +1,25 @@
+"""inputs_embeds are the ids whose embeddings they are."""
+
+from surgery.checking.law import Law, Subject
+
+
+def cases(s: Subject):
+    def embedded(ids):
+        return s.model.get_input_embeddings()(ids).detach()
+
+    def forward():
+        return s.logits(None, inputs_embeds=embedded(s.ids[:1])), s.right
+
+    def cached():
+        _, cache = s.step(None, inputs_embeds=embedded(s.ids[:1, :20]), **s.named(0, 20, **s.good_way))
+        return s.pieces(s.ids[:1, 20:23], [1] * 3, cache=cache, start=20, **s.good_way), s.right[:, 20:23]
+
+    return {"one forward": forward, "with a cache": cached}
+
+
+LAW = Law(
+    "inputs_embeds",
+    "soft prompts, images and other embeddings are read otherwise than tokens",
+    "pass input_ids",
+    cases,
+)
