@@ -24,6 +24,7 @@ def check_model(name: str) -> str:
         raise UserError(f"{name} is a file; give the model's folder" + (f": {path.parent}" if path.name in WEIGHTS else ""))
     if path.is_dir():
         _list(path)
+        read_config(name)
         return name
     if not HUB_ID.fullmatch(name):
         raise UserError(f"there is no folder {name}{_close(path)}; an id on the Hub has the form OWNER/NAME")

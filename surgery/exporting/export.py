@@ -124,7 +124,7 @@ def write_export(
             report.write(folder / REPORT)
         reader, proof = READERS.get(format), None
         if reader is not None:
-            proof = prove(process, hybrid, len(tokenizer), folder, reader=reader, verify=verify)
+            proof = prove(process, hybrid, len(tokenizer), folder, reader=reader, verify=verify, base=str(place))
             say(f"export: {proof}")
     record = Export(
         format=format,

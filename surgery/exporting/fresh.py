@@ -1,8 +1,8 @@
 """The script of the fresh process that reads an export back, and the questions that both sides answer.
 
-It needs torch and transformers alone. It imports them, waits for a request (one JSON on standard input: folder, reader, dtype,
-device, new) and prints the answers as a safetensors file. reader "transformers": this package is hidden, as if it were not
-installed, and the code in the folder runs; "surgery": this package reads the folder.
+It needs torch and transformers alone. It imports them, waits for a request (one JSON on standard input: folder, reader, base,
+dtype, device, new) and prints the answers as a safetensors file. reader "transformers": this package is hidden, as if it were
+not installed, and the code in the folder runs; "surgery": this package joins the patch in the folder to its base.
 """
 
 import json
@@ -62,9 +62,9 @@ def main() -> None:
     request = json.loads(sys.stdin.read())
     if request["reader"] == "surgery":
         sys.path.append(str(Path(__file__).resolve().parents[2]))
-        from surgery.models.load import load
+        from surgery.exporting.patch import join_patch
 
-        model, tokenizer = load(request["folder"])
+        model, tokenizer = join_patch(request["folder"], request["base"], dtype="stored")
     else:
         sys.modules["surgery"] = None  # type: ignore[assignment]  # imports of it fail
         model = AutoModelForCausalLM.from_pretrained(request["folder"], trust_remote_code=True, dtype="auto")

@@ -54,9 +54,9 @@ class Proof(Record):
         hidden = " without this package" if self.reader == "transformers" else ""
         laws = f"; {len(self.laws)} laws of its state hold" if self.laws else ""
         return (
-            f"read back in a fresh process by {self.reader} {self.version}{hidden}: all {self.tensors} tensors are the live "
-            f"model's, logits differ by at most {self.difference:.2g} (rounding explains {self.tolerance:.2g}), and {self.tokens} "
-            f"greedy tokens after each of {len(self.prompts)} prompts are the same{laws}"
+            f"read back in a fresh process by {self.reader} {self.version}{hidden}: all {self.tensors} tensors are equal, logits "
+            f"differ by at most {self.difference:.2g} (rounding explains {self.tolerance:.2g}), and {self.tokens} greedy tokens "
+            f"after each of {len(self.prompts)} prompts are the same{laws}"
         )
 
 
@@ -65,13 +65,17 @@ def start_reader(hybrid: PreTrainedModel) -> FreshPython:
     return FreshPython(Path(fresh.__file__), gpu=hybrid.device.type == "cuda")
 
 
-def prove(process: FreshPython, hybrid: PreTrainedModel, vocabulary: int, folder: Path, *, reader: str, verify: str) -> Proof:
+def prove(
+    process: FreshPython, hybrid: PreTrainedModel, vocabulary: int, folder: Path, *, reader: str, verify: str, base: str = ""
+) -> Proof:
     """Compare what a fresh process reads back from `folder` with the live model.
 
-    vocabulary: prompts are made of token ids below it. Raises UserError if the folder cannot be read, or is another model.
+    vocabulary: prompts are made of token ids below it. base: where that of a patch is. Raises UserError if
+    the folder cannot be read, or is another model.
     """
     new, dtype = NEW[verify], _dtype(hybrid, verify)
-    request = {"folder": str(folder.resolve()), "reader": reader, "dtype": dtype, "device": str(hybrid.device), "new": new}
+    request = {"folder": str(folder.resolve()), "reader": reader, "base": base, "new": new}
+    request |= {"dtype": dtype, "device": str(hybrid.device)}
     output = process.ask(request)
     theirs = load(output)
     header = json.loads(output[8 : 8 + int.from_bytes(output[:8], "little")])["__metadata__"]
