@@ -163,9 +163,9 @@ class Graft(nn.Module):
             new, m = torch.where(is_open[..., None], new, own), m * is_open
         if self.watch is not None:
             self.watch(self, m)
-        if len(self.heads) == y.shape[2]:
-            return new
-        return y.index_copy(2, constant(tuple(self.heads), y.device, torch.long), new)
+        # Into a copy with the strides of y, as index_copy would not make it: a projection of the same numbers in another order of
+        # memory may round in another way, and where the graft is closed not a bit is to change.
+        return y.clone().index_copy_(2, constant(tuple(self.heads), y.device, torch.long), new)
 
     def look_up(
         self,
