@@ -37,7 +37,6 @@ CONTROLS = {
     "random_site": Control("as many random heads of other layers, tuned", True, "the hybrid's"),
     "adapters": Control("no attention, adapters on all layers tuned", True, "nothing"),
     "initial_state": Control("no attention, the initial state tuned", True, "nothing"),
-    "window": Control("attention of all heads of the layer to a window, tuned", True, "the hybrid's, for the window alone"),
     "whole_layer": Control("attention in the place of the whole layer, tuned", True, "that of all heads of the layer"),
     "prompt_twice": Control("the base, which reads the prompt twice", False, "nothing"),
     "copy_cache": Control("the base with an untrained n-gram cache", False, "the tokens of the text"),

@@ -5,6 +5,7 @@ one ratio to the base, and the spread of the rounds is reported. On a CPU, time 
 computes along with torch's other threads: what other programs take does not count. On a GPU it is time on the wall.
 """
 
+import inspect
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -78,7 +79,8 @@ def cache_bytes(cache: Any) -> int:
 def _decoding(model: Any, cache: Cache, batch: int) -> Callable[[], None]:
     """What decodes TOKENS tokens, each after the one before."""
     token = torch.zeros(batch, 1, dtype=torch.long, device=model.device)
-    name = next(name for name in NAMES if name in model.forward.__code__.co_varnames)
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # what PEFT has wrapped
+    name = next(name for name in NAMES if name in inspect.signature(inner.forward).parameters)
 
     @torch.inference_mode()
     def decode() -> None:

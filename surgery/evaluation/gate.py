@@ -28,13 +28,13 @@ def measure_on_text(base: Any, model: Any, rows: Tensor, owner: np.ndarray, batc
         ids, part = rows[start : start + batch].to(model.device), slice(start, start + batch)
         expected = base(input_ids=ids, use_cache=False).logits
         with watch_grafts(grafts) as shares:
-            logits = model(input_ids=ids, use_cache=False).logits
+            logits = model(input_ids=ids, use_cache=False).logits.to(expected.device)
         log_p, log_q = expected.float().log_softmax(-1), logits.float().log_softmax(-1)
         kl[part] = (log_p.exp() * (log_p - log_q)).sum(-1).clamp_min(0).double().cpu().numpy()
         change = (logits.float() - expected.float()).abs().amax(-1).cpu()
         same[part] = (change == 0).all(1).numpy()
         if grafts:
-            is_open = torch.stack([(m > 0).any(-1) for m in shares]).any(0).cpu()
+            is_open = torch.stack([(m > 0).any(-1).cpu() for m in shares]).any(0)
             acts[part] = is_open.numpy()
             before = max(before, float((change * (is_open.cumsum(1) == 0)).max()))
     untouched = [bool(same[owner == each].all()) for each in range(int(owner.max()) + 1)]

@@ -125,11 +125,15 @@ def _skill(given: Given, probe: str) -> list[Measurement]:
 
 def needle(given: Given) -> list[Measurement]:
     """A number told in the middle of held-out text, in prompts of each length (bench.contexts)."""
-    source = given.data.held_out_text
+    return _needles(given, "needle", "a needle in", "needle", depth=0.5)
+
+
+def _needles(given: Given, name: str, label: str, short: str, **options: Any) -> list[Measurement]:
+    if given.data.held_out_text == TOY and not given.knows_toy:
+        return []
+    options |= {"source": given.data.held_out_text}
     return [
-        ask_probe(
-            given, f"needle.{n}", f"a needle in {n:,} tokens", f"needle, {n:,}", "needle", length=n, depth=0.5, source=source
-        )
+        ask_probe(given, f"{name}.{n}", f"{label} {n:,} tokens", f"{short}, {n:,}", "needle", length=n, **options)
         for n in given.lengths
     ]
 
@@ -140,13 +144,14 @@ def text(given: Given) -> list[Measurement]:
 
 
 def lengths(given: Given) -> list[Measurement]:
-    """The same at several lengths (bench.contexts): a needle, and the loss per token on rows of held-out text."""
+    """The same at several lengths (bench.contexts): a needle, one of eight, and the loss per token on held-out text."""
     tokens = given.options.windows * given.options.window
     rows = [
         _text_of(given, f"text.{n}", f"held-out text in rows of {n:,} tokens", f"text, {n:,}", max(1, tokens // n), n)
         for n in given.lengths
     ]
-    return [*needle(given), *(measurement for of_length in rows for measurement in of_length)]
+    eight = _needles(given, "needles", "one of 8 needles in", "8 needles", needles=8)
+    return [*needle(given), *eight, *(measurement for of_length in rows for measurement in of_length)]
 
 
 def bigrams(given: Given) -> list[Measurement]:

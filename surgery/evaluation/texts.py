@@ -75,11 +75,12 @@ def rows_at_once(model: Any, length: int, rows: int) -> int:
 
 @torch.inference_mode()
 def row_logits(model: Any, rows: Tensor, batch: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """(which rows, their ids, their logits (b, t, vocabulary)) of rows (n, t), on the model's device."""
+    """(which rows, their ids, their logits (b, t, vocabulary)) of rows (n, t)."""
     batch = rows_at_once(model, rows.shape[1], batch)
     for start in range(0, len(rows), batch):
         ids = rows[start : start + batch].to(model.device)
-        yield slice(start, start + len(ids)), ids, model(input_ids=ids, use_cache=False).logits
+        logits = model(input_ids=ids, use_cache=False).logits
+        yield slice(start, start + len(ids)), ids.to(logits.device), logits
 
 
 def token_losses(model: Any, rows: Tensor, batch: int) -> np.ndarray:

@@ -7,13 +7,14 @@ named. Where nothing is gained, the verdict says what to try.
 
 from collections.abc import Mapping, Sequence
 
+from surgery.evaluation.controls import NAMES
 from surgery.records.report import Answer, Change, Estimate, Measurement, ModelReport, Verdict, figure
 from surgery.runtime.progress import size
 
 BOUND, BOUND_OF_LOSS = 0.02, 0.01  # what counts as lost: accuracy, and nats per token
 CEILING = 0.98  # an accuracy above which hardly anything is left to gain
 ORDER = ("kv", "kv_unseen", "bigrams", "needle", "multiple_choice")  # what a verdict is about, the first that was measured
-NAMED = 4  # measurements in a sentence
+MOST = 4  # measurements in a sentence
 
 
 def main_measurement(names: Sequence[str]) -> str:
@@ -43,8 +44,9 @@ def judge(
     better = change.shown and (change.mean < 0) == (asked.metric == "loss")
     chance = f", chance {asked.chance:.3f}" if asked.chance else ""
     scored = "loses {} nats per token" if asked.metric == "loss" else "scores {}"
+    who = "it" if name in NAMES else model.description
     compared = (
-        f"on {asked.label}, {model.description} {scored.format(figure(model.results[measurement]))} and the base "
+        f"on {asked.label} {who} {scored.format(figure(model.results[measurement]))}, the base "
         f"{figure(base.results[measurement])} (difference {change}{chance})"
     )
     if share is not None and better:
@@ -75,7 +77,7 @@ def _answer(
     if better and close:
         return "unclear", f"Unclear: {compared}; but a control does about as well: {close[0].description}."
     if better and losses:
-        return "mixed", f"It gains and loses: {compared}; it loses {', '.join(losses[:NAMED])}."
+        return "mixed", f"It gains and loses: {compared}; it loses {', '.join(losses[:MOST])}."
     if better:
         return "yes", f"Yes: {compared}."
     return "no", f"No, it is worse: {compared}." if change.shown else f"No difference seen: {compared}."
@@ -110,7 +112,8 @@ def _said_of_controls(controls: Mapping[str, ModelReport], asked: Measurement, m
     sign = -1 if asked.metric == "loss" else 1
     best = max(controls.values(), key=lambda each: sign * each.results[measurement].mean)
     what = "The only control" if len(controls) == 1 else f"The best of {len(controls)} controls"
-    return f"{what}: {best.description}, {figure(best.results[measurement])} (the main model differs by {best.behind})."
+    scored = figure(best.results[measurement])
+    return f"{what} scores {scored} ({best.description}); the difference to it is {best.behind}."
 
 
 def _said_of_losses(
@@ -122,7 +125,7 @@ def _said_of_losses(
             before, after, change = figure(base.results[name]), figure(model.results[name]), model.changes[name]
             kept.append(f"{measurements[name].label} {before} -> {after} ({change.mean:+.3f})")
     said = f"Kept: {'; '.join(kept)}." if kept and not losses else f"Other skills: {'; '.join(kept)}." if kept else ""
-    return f"{said} Lost: {', '.join(losses[:NAMED])}.".strip() if losses else said
+    return f"{said} Lost: {', '.join(losses[:MOST])}.".strip() if losses else said
 
 
 def _said_of_price(base: ModelReport, model: ModelReport) -> str:
@@ -161,7 +164,7 @@ def _advise(
     elif answer == "no" and not change.shown and change.detectable and change.detectable > 2 * BOUND:
         said.append(f"n = {change.n:,} shows differences of {change.detectable:.3f} or more: ask more (bench.limit).")
     if answer == "no" and gains:
-        said.append(f"It does gain elsewhere: {'; '.join(gains[:NAMED])}; locate and tune nearer to {asked.label}.")
+        said.append(f"It does gain elsewhere: {'; '.join(gains[:MOST])}; locate and tune nearer to {asked.label}.")
     if answer == "no" and not gains:
         said.append("Try more heads (plan.heads), more steps (tune.steps=auto), or hints and adapters (tune.hints, tune.lora).")
     if answer == "mixed":

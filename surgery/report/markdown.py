@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 
 from surgery.records.report import Report
-from surgery.report.tables import Table, changes_table, costs_table, results_table, short_table
+from surgery.report.tables import Table, changes_table, controls_table, costs_table, results_table, short_table
 
 
 def load_lines(folder: str) -> str:
@@ -33,6 +33,9 @@ def render_markdown(report: Report, *, hybrid: str | None = None, figures: Seque
         "Brackets: 95% intervals over questions or documents. More is better, except for losses.",
         markdown_table(results_table(report)),
     ]
+    if len(controls := controls_table(report)) > 1:
+        parts += ["## Controls", "Would something else have done as well? Those that are trained see the same examples."]
+        parts += [markdown_table(controls)]
     for name, model in list(report.models.items())[1:]:
         parts += [f"### {escape(model.description)}: difference to the base", markdown_table(changes_table(report, name))]
         parts += [escape(model.on_text.sentence())] if model.on_text is not None else []

@@ -8,7 +8,7 @@ from surgery.records.ranking import Ranking
 from surgery.records.report import Report
 from surgery.report.figures import as_svg, draw_circuit, draw_gain, draw_retrieval, save_figures
 from surgery.report.markdown import describe_provenance, load_lines, render_markdown
-from surgery.report.tables import changes_table, costs_table, results_table, short_table
+from surgery.report.tables import changes_table, controls_table, costs_table, results_table, short_table
 from surgery.runtime.files import write_text
 
 ANSWERS = {"yes": "Yes", "mixed": "It gains and loses", "unclear": "Unclear", "no": "No", "not judged": "Not to be judged"}
@@ -30,6 +30,7 @@ def render_page(report: Report, *, hybrid: str | None = None, ranking: Ranking |
         short=short_table(report),
         results=results_table(report),
         changes=[(model.description, changes_table(report, name), model.on_text) for name, model in others],
+        controls=controls_table(report),
         costs=costs_table(report),
         circuit=ranking.circuit if ranking is not None else None,
         provenance=describe_provenance(report),

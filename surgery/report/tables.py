@@ -1,6 +1,8 @@
 """The tables of a report, as rows of text: the first row is the header, the first column names what a row is about."""
 
-from surgery.records.report import Change, Measurement, Report, figure
+from collections.abc import Sequence
+
+from surgery.records.report import Change, Cost, Measurement, ModelReport, Report, figure
 from surgery.runtime.progress import size
 
 Table = list[list[str]]
@@ -13,7 +15,7 @@ def short_table(report: Report) -> Table:
     table = [["", *(report.measurements[name].short for name in columns), f"cache at {context}", "time per token (base 1)"]]
     for row in report.rows():
         model = report.models[row]
-        costs = model.costs or (() if model.sites else report.base.costs)  # what has no grafts costs what the base costs
+        costs = _costs(report, model)
         cost = costs[-1] if costs else None
         price = [size(cost.cache_bytes), f"{cost.token.mean:.2f}"] if cost else ["-", "-"]
         table.append([model.description, *(figure(model.results.get(name)) for name in columns), *price])
@@ -37,6 +39,20 @@ def changes_table(report: Report, name: str) -> Table:
     for key, change in report.models[name].changes.items():
         measurement = report.measurements[key]
         table.append([measurement.label, str(change), describe_change(change, measurement)])
+    return table
+
+
+def controls_table(report: Report) -> Table:
+    """What else might have done as well: each control in the main measurement, what was trained, and its cache."""
+    name = report.verdict.measurement
+    context = f" at {report.base.costs[-1].context:,} tokens" if report.base.costs else ""
+    table = [["", report.measurements[name].short, "difference of the main model to it", "numbers trained", f"cache{context}"]]
+    for model in report.models.values():
+        if model.role == "control" and model.behind is not None:
+            costs = _costs(report, model)
+            trained = "-" if model.trained is None else f"{model.trained:,}"
+            cache = size(costs[-1].cache_bytes) if costs else "-"
+            table.append([model.description, figure(model.results.get(name)), str(model.behind), trained, cache])
     return table
 
 
@@ -72,3 +88,8 @@ def describe_change(change: Change, measurement: Measurement) -> str:
 
 def describe_p(p: float) -> str:
     return "p < 0.001" if p < 0.001 else f"p = {p:.2g}"
+
+
+def _costs(report: Report, model: ModelReport) -> Sequence[Cost]:
+    """What has no grafts costs what the base costs."""
+    return model.costs or (() if model.sites else report.base.costs)

@@ -159,8 +159,9 @@ def test_a_model_that_answers_better_is_a_yes_unless_a_control_does_too(base, to
 
 
 @pytest.mark.parametrize("suite", list(SUITES))
-def test_every_suite_asks_all_models_the_same(suite, base, tokenizer):
-    options = SMALL.model_copy(update={"suites": (suite, "kv"), "contexts": (128,), "windows": 16})
+def test_every_suite_asks_all_models_the_same(suite, base, tokenizer, monkeypatch):
+    monkeypatch.setattr("surgery.evaluation.suites.COUNTED", 2**12)
+    options = SMALL.model_copy(update={"suites": (suite, "kv"), "contexts": (192,), "windows": 24})
     given = Given(tokenizer, options, Data(rare=1e6), 0)
     made, again = measurements(given), measurements(given)
     assert [each.digest for each in made] == [each.digest for each in again]
