@@ -52,7 +52,7 @@ try:
     from surgery.kernels.attention import attend
     from surgery.kernels.conv import causal_conv
 except ImportError:
-    from .reference import attend, causal_conv
+    from .reference import attend, causal_conv  # type: ignore[assignment]
 
 SILU = ("silu", "swish")  # what configurations call that activation
 SMALLEST = 1e-30  # of a write strength, which has a logarithm and may divide: softplus reaches 0, in float32 too
@@ -163,8 +163,8 @@ class Graft(nn.Module):
             new, m = torch.where(is_open[..., None], new, own), m * is_open
         if self.watch is not None:
             self.watch(self, m)
-        # Into a copy with the strides of y, as index_copy would not make it: a projection of the same numbers in another order of
-        # memory may round in another way, and where the graft is closed not a bit is to change.
+        # Into a copy with the strides of y, which index_copy would not make: a projection of the same numbers in another order
+        # of memory may round in another way, and where the graft is closed not a bit is to change.
         return y.clone().index_copy_(2, constant(tuple(self.heads), y.device, torch.long), new)
 
     def look_up(

@@ -36,7 +36,7 @@ from .ssm import HybridBackbone, HybridBlock, SSMLanguageModel, gated, time_step
 try:
     from surgery.kernels.selective import selective_scan, selective_step
 except ImportError:
-    from .reference import selective_scan, selective_step
+    from .reference import selective_scan, selective_step  # type: ignore[assignment]
 
 
 class SelectiveMixer(GraftMixer):
@@ -70,7 +70,7 @@ class SelectiveMixer(GraftMixer):
         A, x, dt = -torch.exp(at_least_float32(self.A_log)), streams.x[..., 0], streams.write
         B, C, D = streams.k[:, :, 0], streams.q[:, :, 0], at_least_float32(self.D)
         dt = dt.to(x.dtype)  # as in transformers
-        state = None if cache is None else cache.get_recurrent_state(self.layer_idx)
+        state: Any = None if cache is None else cache.get_recurrent_state(self.layer_idx)
         if state is not None and x.shape[1] == 1:
             return selective_step(state, x[:, 0], dt[:, 0], A, B[:, 0], C[:, 0], D)[:, None, :, None]
         y, state = selective_scan(x, dt, A, B, C, D, state, packing=packing)

@@ -49,7 +49,7 @@ from .ssm import HybridBackbone, HybridBlock, SSMLanguageModel, time_step
 try:
     from surgery.kernels.ssd import ssd_scan, ssd_step
 except ImportError:
-    from .reference import ssd_scan, ssd_step
+    from .reference import ssd_scan, ssd_step  # type: ignore[assignment]
 
 
 class SSDMixer(GraftMixer):
@@ -96,7 +96,7 @@ class SSDMixer(GraftMixer):
         packing: Packing | None,
     ) -> Tensor:
         """The scan, or its single step where the cache holds a state, which it then updates: (b, t, h, p)."""
-        state = None if cache is None else cache.get_recurrent_state(self.layer_idx)
+        state: Any = None if cache is None else cache.get_recurrent_state(self.layer_idx)
         if state is not None and x.shape[1] == 1:
             return ssd_step(state, x[:, 0], dt[:, 0], A, B[:, 0], C[:, 0], D)[:, None]
         y, state = ssd_scan(x, dt, A, B, C, D, state, packing=packing, chunk_size=self.chunk_size)

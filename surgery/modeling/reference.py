@@ -4,7 +4,9 @@ installed.
 With it, `surgery.kernels` has the same functions, with the same arguments, on faster kernels. Sums run in float32 at least.
 """
 
-from typing import Any
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +14,21 @@ from torch import Tensor
 
 CHUNK = 64  # tokens whose mixing is one matrix product
 QUERIES = 512  # queries whose scores are held at once
+Operation = TypeVar("Operation", bound=Callable[..., Any])
+
+
+def own_precision(operation: Operation) -> Operation:
+    """Decorates an operation that chooses its precision itself: autocast is off within."""
+
+    @wraps(operation)
+    def run(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        device = x.device.type
+        if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+            return operation(x, *args, **kwargs)
+        with torch.autocast(device, enabled=False):
+            return operation(x, *args, **kwargs)
+
+    return cast(Operation, run)
 
 
 def at_least_float32(x: Tensor) -> Tensor:
@@ -37,6 +54,7 @@ def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, t: int, silu: bo
     return (F.silu(y) if silu else y).to(x.dtype)
 
 
+@own_precision
 def ssd_scan(
     x: Tensor,
     dt: Tensor,
@@ -89,6 +107,7 @@ def ssd_step(state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tens
     return (y if D is None else y + D[:, None] * x).to(dtype)
 
 
+@own_precision
 def selective_scan(
     x: Tensor,
     dt: Tensor,
@@ -129,6 +148,7 @@ def selective_step(state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C
     return y[:, 0]
 
 
+@own_precision
 def attend(
     q: Tensor,
     k: Tensor,

@@ -7,6 +7,8 @@ a LoRA does).
 """
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -55,8 +57,9 @@ def splice(model: Any, plan: Plan) -> Any:
         hybrid.config.grafts.append(entry)
         hybrid.put_graft(len(hybrid.config.grafts) - 1)
         mixer = hybrid.mixer_at(entry["layer"])
-        start(mixer, plan)
-        mixer.graft.to(mixer.out_proj.weight.device, graft_dtype(hybrid, mixer.out_proj)).train(model.training)
+        with fetched(mixer):
+            start(mixer, plan)
+            mixer.graft.to(mixer.out_proj.weight.device, graft_dtype(hybrid, mixer.out_proj)).train(model.training)
     return hybrid
 
 
@@ -178,6 +181,19 @@ def unwrapped(module: nn.Module) -> nn.Module:
     while (inner := getattr(module, "base_layer", getattr(module, "original_module", None))) is not None:
         module = inner
     return module
+
+
+@contextmanager
+def fetched(module: nn.Module) -> Iterator[None]:
+    """While this lasts, the tensors of a module and of all its parts have values, also where accelerate keeps them away."""
+    hooked = [part for part in module.modules() if hasattr(part, "_hf_hook")]
+    for part in hooked:
+        part._hf_hook.pre_forward(part)  # type: ignore[operator, union-attr]
+    try:
+        yield
+    finally:
+        for part in hooked:
+            part._hf_hook.post_forward(part, None)  # type: ignore[operator, union-attr]
 
 
 def take_hook(module: nn.Module, hook: Any) -> None:

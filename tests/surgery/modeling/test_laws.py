@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from transformers import DataCollatorWithFlattening, DynamicCache
 
-from tests.surgery.modeling.bases import BASES, STOCK, make_base, make_hybrid, make_rows
 from surgery.splicing.splice import adopt
+from tests.surgery.modeling.bases import BASES, STOCK, make_base, make_hybrid, make_rows
 
 FAMILIES = pytest.mark.parametrize("name", BASES)
 NULLS = pytest.mark.parametrize("null", [None, 0.5], ids=["without", "null-key"])
