@@ -11,6 +11,7 @@ from torch import Tensor
 from surgery.evaluation.statistics import estimate
 from surgery.evaluation.texts import by_document, rows_at_once
 from surgery.modeling.graft import Graft
+from surgery.records.ranking import Estimate
 from surgery.records.report import OnText
 
 
@@ -39,11 +40,11 @@ def measure_on_text(base: Any, model: Any, rows: Tensor, owner: np.ndarray, batc
             before = max(before, float((change * (is_open.cumsum(1) == 0)).max()))
     untouched = [bool(same[owner == each].all()) for each in range(int(owner.max()) + 1)]
     return OnText(
-        kl=estimate(by_document(kl, owner), decisions=False),
+        kl=_within(estimate(by_document(kl, owner), decisions=False), np.inf),
         documents=len(untouched),
         tokens=rows.numel(),
         untouched=sum(untouched),
-        acts=estimate(by_document(acts, owner), decisions=False) if grafts else None,
+        acts=_within(estimate(by_document(acts, owner), decisions=False), 1.0) if grafts else None,
         change_before=before if grafts else None,
     )
 
@@ -60,3 +61,8 @@ def watch_grafts(grafts: list[Graft]) -> Iterator[list[Tensor]]:
     finally:
         for graft in grafts:
             graft.watch = None
+
+
+def _within(found: Estimate, most: float) -> Estimate:
+    """An estimate whose interval stays where values can be: from 0 on."""
+    return found.model_copy(update={"low": max(found.low, 0.0), "high": min(found.high, most)})

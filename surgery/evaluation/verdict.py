@@ -7,7 +7,7 @@ named. Where nothing is gained, the verdict says what to try.
 
 from collections.abc import Mapping, Sequence
 
-from surgery.evaluation.controls import NAMES
+from surgery.evaluation.controls import CONTROLS, NAMES, PREFIX
 from surgery.records.report import Answer, Change, Estimate, Measurement, ModelReport, Verdict, figure
 from surgery.runtime.progress import size
 
@@ -58,7 +58,7 @@ def judge(
     if at_chance(base, measurements, measurement):
         answer = "not judged"
         sentence = f"Not to be judged: the base is at chance on {asked.label}, so what it cannot do was not edited; {compared}."
-    details = [_said_of_controls(controls, asked, measurement), _said_of_losses(measurements, base, model, losses)]
+    details = [_said_of_controls(controls, asked, measurement), _said_of_losses(measurements, base, model, losses, answer)]
     details += [_said_of_price(base, model), model.on_text.sentence() if model.on_text is not None else ""]
     advice = "" if answer == "yes" else _advise(measurements, models, name, measurement, answer)
     return Verdict(
@@ -107,25 +107,28 @@ def _ahead(behind: Change, asked: Measurement) -> bool:
 
 
 def _said_of_controls(controls: Mapping[str, ModelReport], asked: Measurement, measurement: str) -> str:
+    unknown = "whether tuning without attention would do as well is not known"
     if not controls:
-        return "No control was measured, so it is not known whether tuning without attention would do as well."
+        return f"No control was measured: {unknown}."
     sign = -1 if asked.metric == "loss" else 1
     best = max(controls.values(), key=lambda each: sign * each.results[measurement].mean)
     what = "The only control" if len(controls) == 1 else f"The best of {len(controls)} controls"
-    scored = figure(best.results[measurement])
-    return f"{what} scores {scored} ({best.description}); the difference to it is {best.behind}."
+    said = f"{what} scores {figure(best.results[measurement])} ({best.description}); the difference to it is {best.behind}."
+    if any(CONTROLS[name.removeprefix(PREFIX)].trained for name in controls):
+        return said
+    return f"{said} No control was trained: {unknown}."
 
 
 def _said_of_losses(
-    measurements: Mapping[str, Measurement], base: ModelReport, model: ModelReport, losses: Sequence[str]
+    measurements: Mapping[str, Measurement], base: ModelReport, model: ModelReport, losses: Sequence[str], answer: Answer
 ) -> str:
     kept = []
     for name in ("multiple_choice", "knowledge", "text"):
         if name in model.changes:
             before, after, change = figure(base.results[name]), figure(model.results[name]), model.changes[name]
-            kept.append(f"{measurements[name].label} {before} -> {after} ({change.mean:+.3f})")
+            kept.append(f"{measurements[name].label} {before} to {after} ({change.mean:+.3f})")
     said = f"Kept: {'; '.join(kept)}." if kept and not losses else f"Other skills: {'; '.join(kept)}." if kept else ""
-    return f"{said} Lost: {', '.join(losses[:MOST])}.".strip() if losses else said
+    return f"{said} Lost: {', '.join(losses[:MOST])}.".strip() if losses and answer != "mixed" else said
 
 
 def _said_of_price(base: ModelReport, model: ModelReport) -> str:
@@ -149,7 +152,7 @@ def _advise(
     change, is_loss = model.changes[measurement], asked.metric == "loss"
     said = []
     gains = [
-        f"{m.label} {figure(base.results[key])} -> {figure(model.results[key])}"
+        f"{m.label} {figure(base.results[key])} to {figure(model.results[key])}"
         for key, m in measurements.items()
         if key != measurement
         and m.metric == asked.metric

@@ -55,9 +55,18 @@ def draw_retrieval(report: Report) -> Any | None:
         errors = [[each.mean - each.low for _, each in points], [each.high - each.mean for _, each in points]]
         faint = color == FAINT
         axis.errorbar(
-            x, y, yerr=None if faint else errors, color=color, ls=style, marker=None if faint else "o", ms=4, capsize=2.5,
-            elinewidth=1.1, lw=1.2 if faint else 2, zorder=1 if faint else 3,
-        )  # fmt: skip
+            x,
+            y,
+            yerr=None if faint else errors,
+            color=color,
+            ls=style,
+            marker=None if faint and len(points) > 1 else "o",
+            ms=4,
+            capsize=2.5,
+            elinewidth=1.1,
+            lw=1.2 if faint else 2,
+            zorder=1 if faint else 3,
+        )
         if points[-1][0] == sizes[-1]:
             ends.append((x[-1], y[-1], f"{model.description} {y[-1]:.3f}", QUIET if faint else color))
     guess = [report.measurements[f"kv.{size}"].chance or 0.0 for size in sizes]
