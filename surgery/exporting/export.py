@@ -10,8 +10,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.errors import UserError
 from surgery.exporting.card import write_card
+from surgery.exporting.fresh import LENGTHS
 from surgery.exporting.origin import Origin, find_origin
-from surgery.exporting.proof import NEW, Proof, prove, start_reader
+from surgery.exporting.proof import Proof, prove, start_reader
 from surgery.exporting.tokenizer import save_tokenizer
 from surgery.models.digests import fingerprint
 from surgery.records.plan import Plan
@@ -91,8 +92,8 @@ def check_export(hybrid: PreTrainedModel, format: str, verify: str, report: Repo
     """Raise UserError for what cannot be exported, before anything is written."""
     if format not in FORMATS:
         raise UserError(f"there is no format '{format}'; there are {', '.join(FORMATS)}")
-    if verify not in NEW:
-        raise UserError(f"verify is '{verify}'; take {' or '.join(NEW)}")
+    if verify not in LENGTHS:
+        raise UserError(f"verify is '{verify}'; take {' or '.join(LENGTHS)}")
     if hasattr(hybrid, "peft_config"):
         raise UserError("the model has unmerged adapters of peft; export model.merge_and_unload()")
     if report is not None and fingerprint(hybrid) not in {model.fingerprint for model in report.models.values()}:

@@ -1,7 +1,7 @@
 """The script of the fresh process that reads an export back, and the questions that both sides answer.
 
 It needs torch and transformers alone. It imports them, waits for a request (one JSON on standard input: folder, reader, base,
-dtype, device, new) and prints the answers as a safetensors file. reader "transformers": this package is hidden, as if it were
+dtype, device, verify), prints the answers as a safetensors file. reader "transformers": this package is hidden, as if it were
 not installed, and the code in the folder runs; "surgery": this package joins the patch in the folder to its base.
 """
 
@@ -16,22 +16,28 @@ from safetensors.torch import save
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
-LENGTHS = (1, 6, 17, 40)  # tokens of the prompts
+LENGTHS = {"quick": (6, 40), "full": (1, 6, 17, 40)}  # tokens of the prompts
+NEW = {"quick": 4, "full": 64}  # greedy tokens
+
+
+def make_prompts(vocabulary: int, verify: str) -> list[Tensor]:
+    """Random token ids below `vocabulary`, the same ones in every process."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(vocabulary, (length,), generator=generator) for length in LENGTHS[verify]]
 
 
 @torch.inference_mode()
-def answer(model: PreTrainedModel, vocabulary: int, new: int) -> dict[str, Tensor]:
+def answer(model: PreTrainedModel, vocabulary: int, verify: str) -> dict[str, Tensor]:
     """`prompt 17`: logits (t, V) at all places of a prompt of 17 tokens, without a cache. `batch` (b, new, V) and `tokens`
     (b, new): of greedy decoding with a cache, all prompts in one left-padded batch. In float32, on the CPU."""
-    generator, model = torch.Generator().manual_seed(0), model.eval()
-    prompts = [torch.randint(vocabulary, (length,), generator=generator) for length in LENGTHS]
+    model, prompts = model.eval(), make_prompts(vocabulary, verify)
     answers = {
         f"prompt {len(prompt)}": model(input_ids=prompt[None].to(model.device), use_cache=False).logits[0].float().cpu()
         for prompt in prompts
     }
-    longest = max(LENGTHS)
+    longest, new = max(map(len, prompts)), NEW[verify]
     ids = torch.stack([torch.nn.functional.pad(prompt, (longest - len(prompt), 0)) for prompt in prompts])
-    real = torch.stack([torch.arange(longest) >= longest - length for length in LENGTHS]).long()
+    real = torch.stack([torch.arange(longest) >= longest - len(prompt) for prompt in prompts]).long()
     greedy = GenerationConfig(
         max_new_tokens=new,
         min_new_tokens=new,
@@ -71,7 +77,7 @@ def main() -> None:
         tokenizer = AutoTokenizer.from_pretrained(request["folder"], trust_remote_code=True)
     sums = checksums(model)
     model = model.to(device=request["device"], dtype=getattr(torch, request["dtype"]))
-    answers = {name: value.contiguous() for name, value in answer(model, len(tokenizer), request["new"]).items()}
+    answers = {name: value.contiguous() for name, value in answer(model, len(tokenizer), request["verify"]).items()}
     with os.fdopen(out, "wb") as file:
         file.write(save(answers, metadata=sums))
 

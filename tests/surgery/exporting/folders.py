@@ -50,7 +50,7 @@ class InProcess:
         else:
             model, tokenizer = load(request["folder"], dtype="stored")
         sums = fresh.checksums(model)
-        answers = fresh.answer(model.to(getattr(torch, request["dtype"])), len(tokenizer), request["new"])
+        answers = fresh.answer(model.to(getattr(torch, request["dtype"])), len(tokenizer), request["verify"])
         return save({name: value.contiguous() for name, value in answers.items()}, metadata=sums)
 
     def __enter__(self) -> "InProcess":
