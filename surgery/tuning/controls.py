@@ -55,7 +55,7 @@ def trainable_control(model: Any, plan: Plan, name: str = "tuned") -> Any:
     """The base with no graft, of which something learns; it shares with the base what does not. `tuned`: the mixers of the
     plan's layers, on copies of their own. `initial_state`: the state with which each layer begins. `adapters`: nothing yet;
     tune adds them (tune.lora)."""
-    control = adopt(unsplice(model) if getattr(model.config, "grafts", None) else model)
+    control = adopt(unsplice(model) if hasattr(model.config, "grafts") else model)
     if control is model:
         raise UserError("a control is made of the base, not of a hybrid's class; load the base again")
     for parameter in control.parameters():
