@@ -20,14 +20,13 @@ from surgery.evaluation.controls import PREFIX, describe_model, fit_copy_cache, 
 from surgery.evaluation.costs import measure_costs
 from surgery.evaluation.gate import measure_on_text
 from surgery.evaluation.lm_eval import harness_measurements
-from surgery.evaluation.statistics import corrected, detectable, difference, estimate, is_decisions, p_value, share_closed
+from surgery.evaluation.statistics import corrected, detectable, difference, estimate, p_value, share_closed
 from surgery.evaluation.suites import TEXT_SHARE, Given, Measurement, digest, measurements, twice
 from surgery.evaluation.texts import open_held_out
 from surgery.evaluation.verdict import judge, main_measurement
 from surgery.modeling import family_of
 from surgery.models.digests import fingerprint
 from surgery.records import report as records
-from surgery.records.ranking import Estimate
 from surgery.records.recipe import TOY, Bench, Data
 from surgery.records.record import installed_version, provenance
 from surgery.records.site import Site
@@ -77,7 +76,9 @@ def bench(
         costs = _costs(models, given)
         alike = {name: in_our_code(model) for name, model in models.items()}
         values = {name: _answers(model, prints[name], name, asked, kept) for name, model in alike.items()}
-        values |= _untrained_controls(alike[base], prints[base], given, _without_smaller(asked, about), kept)
+        family = about.partition(".")[0]  # of its smaller sizes, controls that nobody trained are not asked
+        enough = {name: each for name, each in asked.items() if name.partition(".")[0] != family or name == about}
+        values |= _untrained_controls(alike[base], prints[base], given, enough, kept)
         on_text = _on_text(alike, prints, given, kept)
     reports = {
         name: records.ModelReport(
@@ -86,7 +87,10 @@ def bench(
             fingerprint=prints.get(name, prints[base]),
             sites=_sites(models.get(name)),
             trained=(trained or {}).get(name),
-            results={each: _estimate(found, asked[each]) for each, found in values[name].items()},
+            results={
+                each: estimate(found, decisions=None if asked[each].metric == "accuracy" else False)
+                for each, found in values[name].items()
+            },
             changes=changes,
             behind=_change(values[name][about], values[main][about]) if is_control(name) and about in values[name] else None,
             costs=tuple(costs.get(name, ())),
@@ -94,7 +98,10 @@ def bench(
         )
         for name, changes in _changes(values, main, about).items()
     }
-    described = {name: records.Measurement(**_described(each)) for name, each in asked.items()}
+    described = {
+        name: records.Measurement(**{field: getattr(each, field) for field in records.Measurement.model_fields})
+        for name, each in asked.items()
+    }
     share = None
     if asked[about].metric == "accuracy":
         share = share_closed(values[base][about], values[main][about], np.ones(len(values[base][about])))
@@ -145,12 +152,6 @@ def _answers(model: Any, print: str, name: str, asked: Mapping[str, Measurement]
         key = {"model": print, "device": model.device.type, "asked": each.digest, "measurement": each.name}
         found[each.name] = np.array(kept.load_or_measure(key, partial(_ask, each, model)))
     return found
-
-
-def _without_smaller(asked: Mapping[str, Measurement], about: str) -> dict[str, Measurement]:
-    """What is measured, without the smaller sizes of what the verdict is about: enough for a control that nobody trained."""
-    family = about.partition(".")[0]
-    return {name: each for name, each in asked.items() if name.partition(".")[0] != family or name == about}
 
 
 def _ask(measurement: Measurement, model: Any) -> list[float]:
@@ -216,14 +217,6 @@ def _changes(values: Values, main: str, about: str) -> dict[str, dict[str, recor
 def _change(base: np.ndarray, model: np.ndarray, p: float | None = None) -> records.Change:
     found = difference(base, model)
     return records.Change(**found.model_dump(), p=p_value(base, model) if p is None else p, detectable=detectable(base, model))
-
-
-def _estimate(values: np.ndarray, measurement: Measurement) -> Estimate:
-    return estimate(values, decisions=measurement.metric == "accuracy" and is_decisions(values))
-
-
-def _described(measurement: Measurement) -> dict[str, Any]:
-    return {name: getattr(measurement, name) for name in records.Measurement.model_fields}
 
 
 def _sites(model: Any) -> tuple[Site, ...]:

@@ -73,14 +73,11 @@ def evaluate_task(model: Any, given: Given, manager: Any, name: str) -> tuple[np
     except (OSError, ValueError, ImportError, ConnectionError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise UserError(f"lm-evaluation-harness cannot run {name}: {reason[:300]}") from error
-    samples = [sample for task in sorted(found["samples"]) for sample in _first_filter(found["samples"][task])]
+    by_task = [found["samples"][task] for task in sorted(found["samples"])]
+    # A task with several ways to read an answer lists its samples once for each: the first way counts.
+    samples = [sample for each in by_task for sample in each if sample.get("filter") == each[0].get("filter")]
     metric = next((each for each in METRICS if samples and each in samples[0]), None)
     if metric is None:
         raise UserError(f"{name} has no score that bench knows ({', '.join(METRICS)})")
     asked = [f"{sample['doc_hash']} {sample['prompt_hash']} {sample['target_hash']}" for sample in samples]
     return np.array([float(sample[metric]) for sample in samples]), asked
-
-
-def _first_filter(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A task with several ways to read an answer lists its samples once for each."""
-    return [sample for sample in samples if sample.get("filter") == samples[0].get("filter")]

@@ -1,8 +1,6 @@
 """report.html: one page that holds everything that it shows, and loads nothing."""
 
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 from surgery.records.ranking import Ranking
 from surgery.records.report import Report
@@ -16,11 +14,15 @@ ANSWERS = {"yes": "Yes", "mixed": "It gains and loses", "unclear": "Unclear", "n
 
 def render_page(report: Report, *, hybrid: str | None = None, ranking: Ranking | None = None) -> str:
     """The page. hybrid: the folder of the exported hybrid as seen from the page, if there is one. ranking: for the circuit."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
     drawn = {"retrieval": draw_retrieval(report), "gain": draw_gain(report), "circuit": draw_circuit(ranking)}
     answer = ANSWERS[report.verdict.answer]
     said = report.verdict.sentence
     others = [(name, model) for name, model in list(report.models.items())[1:]]
-    return _template().render(
+    loader = FileSystemLoader(Path(__file__).parent)
+    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    return environment.get_template("page.html").render(
         report=report,
         verdict=report.verdict,
         answer=answer,
@@ -45,11 +47,3 @@ def write_report(report: Report, folder: Path, *, hybrid: str | None = None, ran
     write_text(folder / "report.html", render_page(report, hybrid=hybrid, ranking=ranking))
     report.write(folder / "report.json")
     return [*figures, "report.md", "report.html", "report.json"]
-
-
-@cache
-def _template() -> Any:
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
-    loader = FileSystemLoader(Path(__file__).parent)
-    return Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True).get_template("page.html")
