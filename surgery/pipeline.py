@@ -30,6 +30,7 @@ from surgery.tuning.loop import tune
 
 R = TypeVar("R", bound=Record)
 MAIN = "tuned"  # the model that the report is about
+UNSEEN = 10_007  # added to the seed: questions by which heads are added are not those that ranked them
 
 
 def run(
@@ -100,7 +101,10 @@ def locate_heads(base: Any, tokenizer: Any, recipe: Recipe, print_: str) -> Rank
 
 def choose_plan(base: Any, tokenizer: Any, ranking: Ranking, recipe: Recipe, print_: str) -> Plan:
     """Stage choose: the plan. print_: the base's fingerprint."""
-    plan = choose(base, tokenizer, ranking, recipe.plan, recipe.data, seed=recipe.seed)
+    options = recipe.locate
+    probe = make_probe(options.probe, tokenizer, **training_options(options.probe, options.options))
+    unseen = probe.questions(options.examples, recipe.seed + UNSEEN) if recipe.plan.heads == "auto" else ()
+    plan = choose(base, tokenizer, ranking, recipe.plan, recipe.data, seed=recipe.seed, questions=unseen)
     return plan.model_copy(update={"provenance": provenance(recipe.model, print_, recipe.seed, recipe.public())})
 
 

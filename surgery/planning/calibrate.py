@@ -1,0 +1,83 @@
+"""Where the null key stands: b of each grafted head, such that an untrained graft is open on a given share of plain text.
+
+m_t = sigmoid(lse_t - b), with lse_t the log-sum-exp of a token's scores (docs/derivations.md). Located heads score tens of nats
+where a key matches and far less on text, so b on text leaves most answers alone (docs/claims.md).
+"""
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from surgery.modeling.graft import NATS, ChannelGraft, Graft
+from surgery.records.plan import Plan, Start
+from surgery.runtime.progress import bar
+from surgery.splicing.splice import splice
+
+FIRST = 8  # tokens at the beginning of a row that have hardly anything to look up
+BEGIN, SEEN = 30.0, 12.0  # nats: the first guess at b, and how far above it a log-sum-exp is known exactly
+PASSES = 6  # over the text, at most; one nearly always does
+
+
+def calibrate(model: Any, plan: Plan, rows: Tensor, share: float, batch_size: int = 8) -> Plan:
+    """The plan with null keys: over the tokens of `rows` (texts, tokens), as the base reads them, the mean of m is `share`.
+
+    Channels that share a query-key pair share b, and the mean is over them. Costs one forward of the base on the rows, as a rule.
+    """
+    heads = {f"L{site.layer}.H{head}": plan.start(site.layer, head) for site in plan.sites for head in site.heads}
+    guess = dict.fromkeys(heads, BEGIN)
+    for _ in range(PASSES):
+        starts = {name: start.model_copy(update={"null": guess[name]}) for name, start in heads.items()}
+        # The gate is 0: every layer reads what it reads in the base.
+        hybrid = splice(model, plan.model_copy(update={"starts": starts, "gate": 0.0, "closed_below": 0.0})).eval()
+        found = {name: solve_null(lse, share) for name, lse in read_scores(hybrid, rows, batch_size).items()}
+        unsure = {name for name in heads if found[name] > guess[name] + SEEN}
+        guess = found
+        if not unsure:
+            break
+    return plan.model_copy(update={"starts": {name: with_null(start, guess[name]) for name, start in heads.items()}})
+
+
+@torch.no_grad()
+def read_scores(hybrid: Any, rows: Tensor, batch_size: int) -> dict[str, Tensor]:
+    """Head -> the log-sum-exp of its scores at every token of text, in nats; for channels of a pair those of all of them."""
+    parts: dict[tuple[int, int], list[Tensor]] = defaultdict(list)
+    grafts: dict[str, tuple[int, int]] = {}
+    for entry in hybrid.config.grafts:
+        graft = hybrid.mixer_at(entry["layer"]).graft
+        pairs = graft.pairs if isinstance(graft, ChannelGraft) else [[place] for place in range(len(graft.heads))]
+        for pair, places in enumerate(pairs):
+            grafts |= {f"L{entry['layer']}.H{graft.heads[place]}": (entry["layer"], pair) for place in places}
+
+        def watch(graft: Graft, m: Tensor, layer: int = entry["layer"], pairs: list[list[int]] = pairs) -> None:
+            assert graft.null is not None
+            for pair, places in enumerate(pairs):
+                share = m[:, FIRST:, places].double()
+                lse = (share / (1 - share).clamp_min(1e-12)).log() + NATS * graft.null[pair].double()
+                parts[layer, pair].append(lse.flatten().cpu())
+
+        graft.watch = watch
+    device = next(hybrid.parameters()).device
+    for some in bar(list(rows.split(batch_size)), "null keys"):
+        hybrid(input_ids=some.to(device), use_cache=False, logits_to_keep=1)
+    for entry in hybrid.config.grafts:
+        hybrid.mixer_at(entry["layer"]).graft.watch = None
+    return {name: torch.cat(parts[place]) for name, place in grafts.items()}
+
+
+def solve_null(lse: Tensor, share: float) -> float:
+    """b with mean sigmoid(lse - b) = share, by bisection to a thousandth of a nat."""
+    finite = lse[lse.isfinite()]
+    if not len(finite):
+        return BEGIN
+    low, high = float(finite.min()) - 50, float(finite.max()) + 50
+    while high - low > 1e-3:
+        middle = (low + high) / 2
+        low, high = (middle, high) if float(torch.sigmoid(lse - middle).mean()) > share else (low, middle)
+    return (low + high) / 2
+
+
+def with_null(start: Start, null: float) -> Start:
+    """A start whose null key has this logit, to a thousandth of a nat."""
+    return start.model_copy(update={"null": round(null, 3)})

@@ -1,0 +1,126 @@
+"""The plan of a ranking: the leading heads, and null keys that are set on text."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from surgery.errors import UserError
+from surgery.planning.calibrate import calibrate
+from surgery.probes.encoded import encode
+from surgery.probes.question import Question
+from surgery.probes.scoring import answer
+from surgery.records.plan import Plan, Start
+from surgery.records.ranking import HeadScore, Ranking
+from surgery.records.recipe import Data, PlanOptions
+from surgery.records.site import Site, merge_sites
+from surgery.runtime.progress import say
+from surgery.splicing.splice import splice
+from surgery.tuning.text import open_text, text_rows
+
+ROWS, TOKENS = 64, 256  # of text on which null keys are set
+
+
+def choose(
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    ranking: Ranking,
+    options: PlanOptions,
+    data: Data,
+    *,
+    seed: int = 0,
+    questions: Sequence[Question] = (),
+) -> Plan:
+    """Which sites become attention, and how it starts.
+
+    The leading units of the ranking, or options.sites; for kind head with null keys such that the grafts act on options.share of
+    data.train_text. questions: for options.heads "auto", ones that the ranking has not seen. Raises UserError for sites that
+    the ranking does not have, and for a model without heads that attention could help.
+    """
+    units = [each for each in ranking.heads if each.kind == "ssm"]
+    if not units:
+        raise UserError("the model has no SSM head that could become attention")
+    if options.kind == "layer":
+        return choose_layers(units, options, seed)
+    starts = {f"L{each.site.layer}.H{head}": each.start for each in units for head in each.site.heads}
+    if options.sites is not None:
+        known = {f"L{each.site.layer}" for each in units}
+        if strays := [str(site) for site in options.sites if f"L{site.layer}" not in known]:
+            raise UserError(f"plan.sites: the ranking has no SSM head in {strays[0]}")
+        return make_plan(model, tokenizer, options.sites, starts, options, data, seed)
+    if options.heads != "auto":
+        if units[0].slope <= 0:
+            say(
+                "no head's attribution is positive: attention would not help on these questions; taking the leading ones anyway"
+            )
+        return make_plan(model, tokenizer, [each.site for each in units[: options.heads]], starts, options, data, seed)
+    if not questions:
+        raise UserError("plan.heads=auto needs questions that the ranking has not seen; give plan.heads a number")
+    return grow_plan(model, tokenizer, units, starts, options, data, seed, questions)
+
+
+def make_plan(
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    sites: Sequence[Site],
+    starts: dict[str, Start],
+    options: PlanOptions,
+    data: Data,
+    seed: int,
+) -> Plan:
+    """A plan of head grafts at these sites, with null keys unless options.share is None."""
+    merged = merge_sites(sites)
+    heads = {f"L{site.layer}.H{head}" for site in merged for head in site.heads}
+    plan = Plan(
+        sites=merged,
+        starts={name: start for name, start in starts.items() if name in heads},
+        gate=options.gate,
+        closed_below=options.closed_below if options.share is not None else 0.0,
+        width=options.width,
+        seed=seed,
+    )
+    if options.share is None:
+        return plan
+    rows, _ = text_rows(open_text(data.train_text, data.column), tokenizer, TOKENS, range(ROWS), seed)
+    return calibrate(model, plan, rows, options.share)
+
+
+def grow_plan(
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    units: Sequence[HeadScore],
+    starts: dict[str, Start],
+    options: PlanOptions,
+    data: Data,
+    seed: int,
+    questions: Sequence[Question],
+) -> Plan:
+    """Add the leading units one by one, untrained, while the next one saves options.least_gain nats a question. One unit that
+    does not is passed over: the one behind it may still help."""
+    encoded = encode(tokenizer, questions)
+    best, passed = float(answer(model, tokenizer, encoded, what="base").loss.mean()), 0
+    plan: Plan | None = None
+    for unit in units[: options.max_heads + 1]:
+        sites = [*(plan.sites if plan else ()), unit.site]
+        if plan is not None and sum(len(site.heads) for site in plan.sites) >= options.max_heads * len(unit.site.heads):
+            break
+        tried = make_plan(model, tokenizer, sites, starts, options, data, seed)
+        loss = float(answer(splice(model, tried).eval(), tokenizer, encoded, what=str(unit.site)).loss.mean())
+        if plan is not None and best - loss < options.least_gain:
+            passed += 1
+            if passed > 1:
+                break
+            continue
+        say(f"{unit.site}: {best - loss:+.3f} nats a question, untrained")
+        plan, best = tried, loss
+    assert plan is not None  # the first unit is always taken
+    return plan
+
+
+def choose_layers(units: Sequence[HeadScore], options: PlanOptions, seed: int) -> Plan:
+    """Layer grafts at the layers whose heads lead the ranking, or at options.sites."""
+    layers = dict.fromkeys(each.site.layer for each in units)
+    sites = options.sites or tuple(Site(layer) for layer in list(layers)[: options.layers])
+    return Plan(
+        kind="layer", sites=sites, width=options.width, donor=options.donor, donor_layers=options.donor_layers, seed=seed
+    )
