@@ -23,7 +23,7 @@ PASSES = 6  # over the text, at most; one nearly always does
 def calibrate(model: Any, plan: Plan, rows: Tensor, share: float, batch_size: int = 8) -> Plan:
     """The plan with null keys: over the tokens of `rows` (texts, tokens), as the base reads them, the mean of m is `share`.
 
-    Channels that share a query-key pair share b, and the mean is over them. Costs one forward of the base on the rows, as a rule.
+    Channels that share a query-key pair share b, and the mean is over them. It costs a forward of the base, as a rule.
     """
     heads = {f"L{site.layer}.H{head}": plan.start(site.layer, head) for site in plan.sites for head in site.heads}
     guess = dict.fromkeys(heads, BEGIN)

@@ -33,7 +33,7 @@ def choose(
 ) -> Plan:
     """Which sites become attention, and how it starts.
 
-    The leading units of the ranking, or options.sites; for kind head with null keys such that the grafts act on options.share of
+    The leading units of the ranking, or options.sites; for heads with null keys such that the grafts act on options.share of
     data.train_text. questions: for options.heads "auto", ones that the ranking has not seen. Raises UserError for sites that
     the ranking does not have, and for a model without heads that attention could help.
     """
