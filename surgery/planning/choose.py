@@ -25,8 +25,8 @@ def choose(
     model: Any,
     tokenizer: PreTrainedTokenizerBase,
     ranking: Ranking,
-    options: PlanOptions,
-    data: Data,
+    options: PlanOptions | None = None,
+    data: Data | None = None,
     *,
     seed: int = 0,
     questions: Sequence[Question] = (),
@@ -37,6 +37,7 @@ def choose(
     data.train_text. questions: for options.heads "auto", ones that the ranking has not seen. Raises UserError for sites that
     the ranking does not have, and for a model without heads that attention could help.
     """
+    options, data = options or PlanOptions(), data or Data()
     units = [each for each in ranking.heads if each.kind == "ssm"]
     if not units:
         raise UserError("the model has no SSM head that could become attention")

@@ -1,0 +1,93 @@
+"""The null key beside the scalar gate of 0.30: same base, heads, steps, seeds and questions.
+
+    python recipes/evidence/gate/gate.py              all bases, about 20 minutes of one core
+    python recipes/evidence/gate/gate.py tiny-skills  one of them
+
+Writes gate.json (one entry a base and seed; finished ones are kept) and gate.png beside this file.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import surgery
+from surgery.records.recipe import Examples
+from surgery.runtime.files import write_text
+
+HERE, ROOT = Path(__file__).parent, Path(__file__).parents[3]
+BASES = {  # base -> pairs of the dictionaries that locate asks, and units that are grafted
+    "tiny-skills": (32, 2),
+    "tiny-letters": (16, 2),
+    "tiny-mamba2": (32, 2),
+    "tiny-letters-mamba1": (16, 4),
+}
+GATES = {  # name -> gate, share of text, closed below
+    "scalar 0.5": (0.5, None, 0.0),
+    "scalar 1": (1.0, None, 0.0),
+    "null key, share 0.05, g 0.5": (0.5, 0.05, 0.02),
+    "null key, share 0.01, g 1": (1.0, 0.01, 0.02),
+    "null key, share 0.001, g 1": (1.0, 0.001, 0.02),
+}
+SEEDS = (3,)
+TUNE = surgery.Tune(
+    steps=50, learning_rate=2e-3, batch_size=8, kl_weight=4.0, examples=(Examples(options={"pairs": (16, 64)}),)
+)
+BENCH = surgery.Bench(pairs=(16, 64), limit=300, windows=64, contexts=(), controls=())
+
+
+def measure(name: str, seed: int) -> dict:
+    """One base: the same two heads under each gate, untrained and tuned, on the same questions."""
+    from surgery.probes import make_probe, training_options
+
+    pairs, units = BASES[name]
+    base, tokenizer = surgery.load(str(ROOT / "checkpoints" / name))
+    probe = make_probe("kv", tokenizer, **training_options("kv", {"pairs": pairs}))
+    ranking = surgery.locate(base, tokenizer, probe.questions(128, seed), surgery.Locate(roles=0, options={"pairs": pairs}))
+    models = {"base": base}
+    for gate, (g, share, closed) in GATES.items():
+        options = surgery.PlanOptions(heads=units, gate=g, share=share, closed_below=closed)
+        plan = surgery.choose(base, tokenizer, ranking, options, surgery.Data(), seed=seed)
+        models[f"{gate}, untrained"] = surgery.splice(base, plan)
+        models[gate] = surgery.splice(base, plan)
+        surgery.tune(models[gate], tokenizer, TUNE, seed=seed, name=gate)
+    report = surgery.bench(models, tokenizer, BENCH, seed=seed, main="null key, share 0.01, g 1", base_name=name)
+    return {"base": name, "seed": seed, "sites": [str(site) for site in plan.sites], "report": report.model_dump(mode="json")}
+
+
+def draw(entries: list[dict]) -> None:
+    """Gain with 64 pairs against the divergence from the base on text, a panel a base."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    entries = [entry for entry in entries if entry["seed"] == SEEDS[0]]
+    figure, panels = plt.subplots(1, len(entries), figsize=(3.4 * len(entries), 3.6), squeeze=False, layout="constrained")
+    for axes, entry in zip(panels[0], entries, strict=True):
+        for model, measured in entry["report"]["models"].items():
+            if model == "base" or model.endswith("untrained"):
+                continue
+            kl, gain = max(measured["on_text"]["kl"]["mean"], 1e-7), measured["changes"]["kv.64"]["mean"]
+            scalar = model.startswith("scalar")
+            axes.plot(kl, gain, "s" if scalar else "o", color="#d55e00" if scalar else "#0072b2", markersize=8)
+            axes.annotate(model.removeprefix("null key, "), (kl, gain), (5, 5), textcoords="offset points", fontsize=8)
+        axes.set(xscale="log", title=entry["base"], xlabel="KL from the base on text, nats a token")
+    panels[0][0].set_ylabel("gain with 64 pairs")
+    figure.suptitle("The null key (blue) keeps the gain of the scalar gate (orange) and leaves text alone", fontsize=11)
+    figure.savefig(HERE / "gate.png", dpi=130)
+
+
+def main(*names: str) -> None:
+    record = HERE / "gate.json"
+    entries = json.loads(record.read_text()) if record.exists() else []
+    done = {(entry["base"], entry["seed"]) for entry in entries}
+    for name in names or BASES:
+        for seed in SEEDS:
+            if (name, seed) not in done:
+                entries.append(measure(name, seed))
+                write_text(record, json.dumps(entries, indent=1) + "\n")
+    draw(entries)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
