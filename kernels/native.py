@@ -29,7 +29,6 @@ import torch
 from torch import Tensor
 
 from surgery.kernels.functions import learns, transformed, unreadable
-from surgery.kernels.probing import PassingError, passing
 
 # No -ffast-math: infinities and NaN keep their meaning, and sums the order in which they are written.
 FLAGS = "-O3 -std=gnu11 -fPIC -shared -fno-strict-aliasing -fno-math-errno -fno-trapping-math -ffp-contract=fast".split()
@@ -58,7 +57,7 @@ def load(name: str) -> ctypes.CDLL:
     command = [*compiler, *flags, str(source), "-o"]
     try:
         return _kept(_cache() / file, command)
-    except (OSError, PassingError):  # read-only, full, or mounted so that nothing in it may be executed
+    except OSError:  # read-only, full, or mounted so that nothing in it may be executed
         with tempfile.TemporaryDirectory(prefix="surgery-") as folder:  # what is loaded stays when its file is gone
             return _build(Path(folder) / file, command)
 
@@ -119,29 +118,20 @@ def _for_this_processor(compiler: list[str]) -> tuple[list[str], bytes]:
         flags = [*FLAGS, *([target] if target else [])]
         try:
             return flags, _call([*compiler, *flags, "-dM", "-E", "-x", "c", os.devnull])
-        except PassingError:
-            raise
         except RuntimeError as failure:
             reason = failure
     raise reason
 
 
 def _call(command: list[str]) -> bytes:
-    """What a compiler prints. Raises RuntimeError where it fails; PassingError where it may not fail again."""
-    english = os.environ | {"LC_ALL": "C"}  # the words by which passing failures are known
+    """What a compiler prints. Raises RuntimeError where it fails."""
     try:
-        done = subprocess.run(
-            command, capture_output=True, check=False, stdin=subprocess.DEVNULL, env=english, timeout=PATIENCE
-        )
-    except subprocess.TimeoutExpired as failure:
-        raise PassingError(f"the C compiler '{command[0]}' takes more than {PATIENCE} s") from failure
-    except OSError as failure:
-        kind = PassingError if passing(failure) else RuntimeError
-        raise kind(f"no C compiler: {failure}") from failure
+        done = subprocess.run(command, capture_output=True, check=False, stdin=subprocess.DEVNULL, timeout=PATIENCE)
+    except (OSError, subprocess.TimeoutExpired) as failure:
+        raise RuntimeError(f"no C compiler: {failure}") from failure
     if done.returncode:
         message = done.stderr.decode(errors="replace").strip() or f"exit status {done.returncode}"
-        kind = PassingError if done.returncode < 0 or passing(RuntimeError(message)) else RuntimeError
-        raise kind(f"the C compiler '{command[0]}' fails: {message}")
+        raise RuntimeError(f"the C compiler '{command[0]}' fails: {message}")
     return done.stdout
 
 

@@ -31,9 +31,17 @@ SEGMENT = 2**18  # numbers that a segment's x may hold; a single chunk may hold 
 
 
 def chunked_scan(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, initial_state: Tensor | None, chunk_size: int
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    initial_state: Tensor | None,
+    seq_idx: None,
+    chunk_size: int,
 ) -> tuple[Tensor, Tensor]:
-    """See `ssd_scan`. `chunk_size` is not used: the result does not depend on it."""
+    """See `ssd_scan`. One document a row; chunk_size is not used, since the result does not depend on it."""
     return _ChunkedSSDScan.apply(x, dt, A, B, C, D, initial_state)
 
 

@@ -29,7 +29,7 @@ class _NativeSSDScan(Workspace):
     )
 
 
-def refuses(x, dt, A, B, C, D, initial_state, chunk_size) -> str | None:
+def refuses(x, dt, A, B, C, D, initial_state, seq_idx, chunk_size) -> str | None:
     return not_here(x, dt, A, B, C, D, initial_state) or (None if x.numel() else "there is nothing to compute")
 
 
@@ -60,7 +60,7 @@ def _parts(groups: int, heads: int, threads: int) -> int:
     return min(rounds, key=lambda parts: rounds[parts] * (-(-heads // parts) + 0.5))
 
 
-def _forward(x, dt, A, B, C, D, initial_state, chunk_size, *, keep: bool) -> tuple[Tensor, Tensor, Any]:
+def _forward(x, dt, A, B, C, D, initial_state, seq_idx, chunk_size, *, keep: bool) -> tuple[Tensor, Tensor, Any]:
     """As ssd_scan. `chunk_size` is not used: the result does not depend on it."""
     (b, t, h, p), (g, n), dtype = x.shape, B.shape[2:], result_dtype(x)
     check((dt, (b, t, h)), (A, (h,)), (B, (b, t, g, n)), (C, (b, t, g, n)), (D, (h,)), (initial_state, (b, h, p, n)))
@@ -91,7 +91,7 @@ def _backward(gradients, arguments, kept, needed) -> tuple[Tensor | None, ...]:
         dB=dB, dC=dC, dBs=dBs, dCs=dCs, dinitial=dinitial, dA=dA, dD=dD, done=done,
     )  # fmt: skip
     scan.run("scan_backward", b * g * parts)
-    return dx, ddt, dA.sum(0).float(), dB, dC, dD.sum(0).float(), dinitial, None
+    return dx, ddt, dA.sum(0).float(), dB, dC, dD.sum(0).float(), dinitial, None, None
 
 
 def _kept(x, dt, A, B, *rest) -> tuple[tuple[int, ...], torch.dtype]:

@@ -1,0 +1,302 @@
+"""Attention of grafts in Triton, for CUDA devices: forward and backward pass, in tiles, without a score in memory
+(FlashAttention-2, arXiv 2307.08691), with what a graft needs beside it: a bias on every key, a null key, and documents.
+
+The forward pass keeps L_t, the logarithm of the softmax's denominator, null key included. With p_ts = exp(q_t . k_s + bias_s -
+L_t) and c_t = dm_t - (dy_t . y_t + dm_t m_t), where dm_t is the gradient by m_t = sum_s p_ts,
+
+    dscore_ts = p_ts (dy_t . v_s + c_t),    dbias_s = sum_t dscore_ts,    dnull = sum_t exp(null - L_t) (c_t - dm_t)
+
+Documents are runs of tokens, so a query sees the keys from `first` on, where its document begins.
+"""
+
+import math
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from surgery.kernels.functions import on_gpu, transformed, without_autocast
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+    triton = None
+
+    class tl:  # what the kernels' signatures name
+        constexpr = int
+
+
+WIDEST = 256  # of queries and keys; values are taken in pieces
+PIECE = 128  # columns of a value
+SHARED = 101_376  # bytes that a block may have where nothing says more: RTX 30, 40 and 50, A10, A6000
+# (queries, keys, warps, stages) of a tile, the fastest first (recipes/evidence/gpu).
+TILES = ((128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1))
+
+
+def not_for_triton(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor | None) -> str | None:
+    """Why `attend_triton` does not take such a call, or None."""
+    if not on_gpu(q):
+        return "it runs on CUDA devices"
+    if q.dtype not in (torch.float32, torch.bfloat16, torch.float16) or not q.dtype == k.dtype == v.dtype:
+        return "it takes float32, bfloat16 or float16, queries, keys and values alike"
+    if q.shape[3] > WIDEST:
+        return f"queries are wider than {WIDEST}"
+    if q.shape[2] < 16:
+        return "a few queries are quicker without it"
+    return transformed() or (None if triton is not None else "Triton is not installed")
+
+
+def attend_triton(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, null: Tensor | None, mask: Tensor | None, seq_idx: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Arguments and results as of ATTEND (attention.py)."""
+    (b, h, t, _), s, p = q.shape, k.shape[2], v.shape[3]
+    if mask is not None:
+        absent = torch.zeros(b, 1, s, dtype=torch.float32, device=q.device).masked_fill(~mask[:, None], -math.inf)
+        bias = absent if bias is None else bias + absent
+    bias = None if bias is None else bias.float()
+    null = None if null is None else null.float()
+    first = last = None
+    if seq_idx is not None:
+        first, last = _bounds(seq_idx)
+    q, k, v = (m if m.stride(-1) == 1 else m.contiguous() for m in (q, k, v))
+    if p <= PIECE:
+        return _Attend.apply(q, k, v, bias, null, first, last)
+    n = -(-p // PIECE)  # pieces of a value become heads with the same query and key
+    pieces = F.pad(v, (0, n * PIECE - p)).unflatten(-1, (n, PIECE)).permute(0, 1, 3, 2, 4).flatten(1, 2)
+    q, k = (m[:, :, None].expand(-1, -1, n, -1, -1).flatten(1, 2) for m in (q, k))
+    bias = bias if bias is None or bias.shape[1] == 1 else bias.repeat_interleave(n, 1)
+    null = None if null is None else null.repeat_interleave(n)
+    y, m = _Attend.apply(q, k, pieces.contiguous(), bias, null, first, last)
+    y = y.unflatten(1, (h, n)).permute(0, 1, 3, 2, 4).flatten(3)[..., :p]
+    return y, m.unflatten(1, (h, n))[:, :, 0]
+
+
+def _bounds(seq_idx: Tensor) -> tuple[Tensor, Tensor]:
+    """Of every token (b, t), where its document begins and where the next one does, int32."""
+    t = seq_idx.shape[1]
+    at = torch.arange(t, dtype=torch.int32, device=seq_idx.device).expand_as(seq_idx)
+    begins = F.pad(seq_idx[:, 1:] != seq_idx[:, :-1], (1, 0), value=True)
+    first = torch.where(begins, at, 0).cummax(1).values
+    ends = F.pad(begins[:, 1:], (0, 1), value=True)
+    last = torch.where(ends, at + 1, t).flip(1).cummin(1).values.flip(1)
+    return first.int().contiguous(), last.int().contiguous()
+
+
+@cache
+def _shared_memory(device: torch.device) -> int:
+    return triton.runtime.driver.active.utils.get_device_properties(device.index or 0)["max_shared_mem"]
+
+
+def tile(w: int, p: int, itemsize: int, shared: int, backward: bool) -> tuple[int, int, int, int]:
+    """The first of TILES whose operands fit the shared memory of a block. Forward a block holds its queries, and keys and values
+    of as many steps as there are stages; backward queries and gradients stand beside keys and values, and scores between."""
+    for queries, keys, warps, stages in TILES:
+        if backward and queries > 64:
+            continue
+        own, moving = (keys, queries) if backward else (queries, keys)
+        held = own * (w + p if backward else w) + stages * moving * (w + p)
+        held += queries * keys * (2 if backward else 1)
+        if held * itemsize <= shared * 0.9:
+            return queries, keys, warps, stages
+    return TILES[-1]
+
+
+class _Attend(torch.autograd.Function):
+    @staticmethod
+    @without_autocast
+    def forward(ctx: Any, q, k, v, bias, null, first, last):
+        b, h, t, _ = q.shape
+        y = torch.empty(b, t, h, v.shape[3], dtype=v.dtype, device=v.device).transpose(1, 2)
+        m, total = (torch.empty(b, h, t, dtype=torch.float32, device=q.device) for _ in range(2))
+        _launch(_forward_kernel, t, False, q, k, v, bias, null, first, last, y, m, total)
+        ctx.save_for_backward(q, k, v, bias, null, first, last, y, m, total)
+        return y, m
+
+    @staticmethod
+    @once_differentiable
+    @without_autocast
+    def backward(ctx: Any, dy, dm):
+        q, k, v, bias, null, first, last, y, m, total = ctx.saved_tensors
+        dy = dy if dy.stride(-1) == 1 else dy.contiguous()
+        c = dm - ((dy.float() * y.float()).sum(-1) + dm * m)
+        c = c.contiguous()
+        dq, dk, dv = (torch.empty(m.shape, dtype=m.dtype, device=m.device) for m in (q, k, v))
+        dbias = torch.empty(*k.shape[:3], dtype=torch.float32, device=k.device)
+        _launch(_key_kernel, k.shape[2], True, q, k, v, bias, None, first, last, dy, c, total, dk, dv, dbias)
+        _launch(_query_kernel, q.shape[2], True, q, k, v, bias, None, first, last, dy, c, total, dq)
+        dnull = None
+        if null is not None:
+            dnull = ((null[:, None] - total).exp() * (c - dm)).sum((0, 2))
+        if bias is None:
+            dbias = None
+        elif bias.shape[1] == 1:
+            dbias = dbias.sum(1, keepdim=True)
+        return dq, dk, dv, dbias, dnull, None, None
+
+
+def _launch(kernel: Any, tokens: int, backward: bool, q, k, v, bias, null, first, last, *rest: Tensor) -> None:
+    """Run a kernel for blocks of `tokens` of every head."""
+    (b, h, t, w), s, p = q.shape, k.shape[2], v.shape[3]
+    wide, narrow = max(16, triton.next_power_of_2(w)), max(16, triton.next_power_of_2(p))
+    shared = _shared_memory(q.device) if on_gpu(q) else SHARED
+    queries, keys, warps, stages = tile(wide, narrow, q.element_size(), shared, backward)
+    block = keys if kernel is _key_kernel else queries
+    bias_strides = (0, 0) if bias is None else (bias.stride(0), bias.stride(1) if bias.shape[1] > 1 else 0)
+    bias = bias if bias is None or bias.stride(2) == 1 else bias.contiguous()
+    if bias is not None:
+        bias_strides = (bias.stride(0), bias.stride(1) if bias.shape[1] > 1 else 0)
+    strides = [n for m in (q, k, v, rest[0]) for n in m.stride()[:3]]
+    exact = "ieee" if q.dtype == torch.float32 and not torch.backends.cuda.matmul.allow_tf32 else "tf32"
+    kernel[(triton.cdiv(tokens, block), b * h)](
+        q, k, v, bias, null, first, last, *rest, *strides, *bias_strides, h, t, s, w, p,
+        EXACT=exact, BM=queries, BN=keys, BW=wide, BP=narrow, num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+
+
+def _jit(kernel: Callable[..., Any]) -> Any:
+    return kernel if triton is None else triton.jit(kernel)
+
+
+@_jit
+def _forward_kernel(
+    Q, K, V, BIAS, NULL, FIRST, LAST, Y, M, TOTAL,
+    qb, qh, qt, kb, kh, ks, vb, vh, vs, yb, yh, yt, bb, bh, H, T, S, W, P,
+    EXACT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BW: tl.constexpr, BP: tl.constexpr,
+):  # fmt: skip
+    z = tl.program_id(1).to(tl.int64)
+    b, h = z // H, z % H
+    row = tl.program_id(0) * BM + tl.arange(0, BM)
+    w, p, col = tl.arange(0, BW), tl.arange(0, BP), tl.arange(0, BN)
+    q = tl.load(Q + b * qb + h * qh + row[:, None] * qt + w[None, :], mask=(row[:, None] < T) & (w[None, :] < W), other=0.0)
+    top = tl.full((BM,), float("-inf"), tl.float32)
+    null = tl.full((BM,), float("-inf"), tl.float32)
+    if NULL is not None:
+        null = tl.zeros((BM,), tl.float32) + tl.load(NULL + h)
+        top = null
+    found = tl.zeros((BM,), tl.float32)
+    y = tl.zeros((BM, BP), tl.float32)
+    begin = 0
+    first = tl.zeros((BM,), tl.int32)
+    if FIRST is not None:
+        first = tl.load(FIRST + b * T + row, mask=row < T, other=2147483647)
+        begin = tl.min(first, 0) // BN * BN
+    end = tl.minimum(S, S - T + tl.program_id(0) * BM + BM)
+    for start in range(begin, end, BN):
+        key = start + col
+        k = tl.load(K + b * kb + h * kh + key[None, :] * ks + w[:, None], mask=(key[None, :] < S) & (w[:, None] < W), other=0.0)
+        score = tl.dot(q, k, input_precision=EXACT)
+        if BIAS is not None:
+            score += tl.load(BIAS + b * bb + h * bh + key, mask=key < S, other=float("-inf"))[None, :]
+        seen = (key[None, :] <= row[:, None] + S - T) & (key[None, :] < S)
+        if FIRST is not None:
+            seen = seen & (key[None, :] >= first[:, None])
+        score = tl.where(seen, score, float("-inf"))
+        now = tl.maximum(top, tl.max(score, 1))
+        base = tl.where(now == float("-inf"), 0.0, now)
+        weight = tl.exp(score - base[:, None])
+        scale = tl.exp(top - base)
+        found = found * scale + tl.sum(weight, 1)
+        v = tl.load(V + b * vb + h * vh + key[:, None] * vs + p[None, :], mask=(key[:, None] < S) & (p[None, :] < P), other=0.0)
+        y = y * scale[:, None] + tl.dot(weight.to(v.dtype), v, input_precision=EXACT)
+        top = now
+    base = tl.where(top == float("-inf"), 0.0, top)
+    total = found
+    if NULL is not None:
+        total += tl.exp(null - base)
+    none = total == 0
+    total = tl.where(none, 1.0, total)
+    place = z * T + row
+    tl.store(M + place, found / total, mask=row < T)
+    tl.store(TOTAL + place, tl.where(none, float("inf"), base + tl.log(total)), mask=row < T)
+    y = y / total[:, None]
+    where = Y + b * yb + h * yh + row[:, None] * yt + p[None, :]
+    tl.store(where, y.to(Y.dtype.element_ty), mask=(row[:, None] < T) & (p[None, :] < P))
+
+
+@_jit
+def _key_kernel(
+    Q, K, V, BIAS, NULL, FIRST, LAST, DY, C, TOTAL, DK, DV, DBIAS,
+    qb, qh, qt, kb, kh, ks, vb, vh, vs, yb, yh, yt, bb, bh, H, T, S, W, P,
+    EXACT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BW: tl.constexpr, BP: tl.constexpr,
+):  # fmt: skip
+    z = tl.program_id(1).to(tl.int64)
+    b, h = z // H, z % H
+    key = tl.program_id(0) * BN + tl.arange(0, BN)
+    w, p = tl.arange(0, BW), tl.arange(0, BP)
+    k = tl.load(K + b * kb + h * kh + key[:, None] * ks + w[None, :], mask=(key[:, None] < S) & (w[None, :] < W), other=0.0)
+    v = tl.load(V + b * vb + h * vh + key[:, None] * vs + p[None, :], mask=(key[:, None] < S) & (p[None, :] < P), other=0.0)
+    bias = tl.zeros((BN,), tl.float32)
+    if BIAS is not None:
+        bias = tl.load(BIAS + b * bb + h * bh + key, mask=key < S, other=float("-inf"))
+    dk, dv = tl.zeros((BN, BW), tl.float32), tl.zeros((BN, BP), tl.float32)
+    dbias = tl.zeros((BN,), tl.float32)
+    begin = tl.maximum(0, tl.program_id(0) * BN - (S - T)) // BM * BM
+    end = T
+    last = tl.zeros((BN,), tl.int32) + T
+    if LAST is not None:
+        last = tl.load(LAST + b * T + key, mask=key < S, other=0)
+        end = tl.max(last, 0)
+    for start in range(begin, end, BM):
+        row = start + tl.arange(0, BM)
+        inside = row < T
+        q = tl.load(Q + b * qb + h * qh + row[:, None] * qt + w[None, :], mask=inside[:, None] & (w[None, :] < W), other=0.0)
+        dy = tl.load(DY + b * yb + h * yh + row[:, None] * yt + p[None, :], mask=inside[:, None] & (p[None, :] < P), other=0.0)
+        total = tl.load(TOTAL + z * T + row, mask=inside, other=float("inf"))
+        c = tl.load(C + z * T + row, mask=inside, other=0.0)
+        score = tl.dot(k, tl.trans(q), input_precision=EXACT) + bias[:, None]
+        seen = (key[:, None] <= row[None, :] + S - T) & (key[:, None] < S) & inside[None, :]
+        if LAST is not None:
+            seen = seen & (row[None, :] < last[:, None])
+        weight = tl.where(seen, tl.exp(score - total[None, :]), 0.0)
+        dv += tl.dot(weight.to(dy.dtype), dy, input_precision=EXACT)
+        dscore = weight * (tl.dot(v, tl.trans(dy), input_precision=EXACT) + c[None, :])
+        dbias += tl.sum(dscore, 1)
+        dk += tl.dot(dscore.to(q.dtype), q, input_precision=EXACT)
+    place = (z * S + key)[:, None]
+    tl.store(DK + place * W + w[None, :], dk.to(DK.dtype.element_ty), mask=(key[:, None] < S) & (w[None, :] < W))
+    tl.store(DV + place * P + p[None, :], dv.to(DV.dtype.element_ty), mask=(key[:, None] < S) & (p[None, :] < P))
+    tl.store(DBIAS + z * S + key, dbias, mask=key < S)
+
+
+@_jit
+def _query_kernel(
+    Q, K, V, BIAS, NULL, FIRST, LAST, DY, C, TOTAL, DQ,
+    qb, qh, qt, kb, kh, ks, vb, vh, vs, yb, yh, yt, bb, bh, H, T, S, W, P,
+    EXACT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BW: tl.constexpr, BP: tl.constexpr,
+):  # fmt: skip
+    z = tl.program_id(1).to(tl.int64)
+    b, h = z // H, z % H
+    row = tl.program_id(0) * BM + tl.arange(0, BM)
+    w, p, col = tl.arange(0, BW), tl.arange(0, BP), tl.arange(0, BN)
+    inside = row < T
+    q = tl.load(Q + b * qb + h * qh + row[:, None] * qt + w[None, :], mask=inside[:, None] & (w[None, :] < W), other=0.0)
+    dy = tl.load(DY + b * yb + h * yh + row[:, None] * yt + p[None, :], mask=inside[:, None] & (p[None, :] < P), other=0.0)
+    total = tl.load(TOTAL + z * T + row, mask=inside, other=float("inf"))
+    c = tl.load(C + z * T + row, mask=inside, other=0.0)
+    dq = tl.zeros((BM, BW), tl.float32)
+    begin = 0
+    first = tl.zeros((BM,), tl.int32)
+    if FIRST is not None:
+        first = tl.load(FIRST + b * T + row, mask=inside, other=2147483647)
+        begin = tl.min(first, 0) // BN * BN
+    end = tl.minimum(S, S - T + tl.program_id(0) * BM + BM)
+    for start in range(begin, end, BN):
+        key = start + col
+        k = tl.load(K + b * kb + h * kh + key[:, None] * ks + w[None, :], mask=(key[:, None] < S) & (w[None, :] < W), other=0.0)
+        v = tl.load(V + b * vb + h * vh + key[:, None] * vs + p[None, :], mask=(key[:, None] < S) & (p[None, :] < P), other=0.0)
+        score = tl.dot(q, tl.trans(k), input_precision=EXACT)
+        if BIAS is not None:
+            score += tl.load(BIAS + b * bb + h * bh + key, mask=key < S, other=float("-inf"))[None, :]
+        seen = (key[None, :] <= row[:, None] + S - T) & (key[None, :] < S) & inside[:, None]
+        if FIRST is not None:
+            seen = seen & (key[None, :] >= first[:, None])
+        weight = tl.where(seen, tl.exp(score - total[:, None]), 0.0)
+        dscore = weight * (tl.dot(dy, tl.trans(v), input_precision=EXACT) + c[:, None])
+        dq += tl.dot(dscore.to(k.dtype), k, input_precision=EXACT)
+    tl.store(DQ + (z * T + row)[:, None] * W + w[None, :], dq.to(DQ.dtype.element_ty), mask=inside[:, None] & (w[None, :] < W))

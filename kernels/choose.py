@@ -1,0 +1,274 @@
+"""Which implementation serves an operation.
+
+Every operation lists its backends in order of preference, and the first one that can take a call serves it. Whether one can is
+decided by the call itself (`refuses`: device, dtype, shapes) and, where it needs software that may be missing or broken, by a
+trial: once for each kind of call the backend computes an example as wide as the call, with the same dtypes, strides and masks,
+with its gradients where the call needs them, beside the last backend in float64. One that fails there, or at a real call, is
+refused for that kind of call, which is said once, and the next serves.
+
+SURGERY_KERNELS asks for backends by name ("ssd_scan=chunked,attend=sdpa", or "hub" for all that the Hub has), and so does the
+argument `backend` of a call. A backend that was asked for and cannot serve is an error.
+"""
+
+import os
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from threading import Thread
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from surgery.kernels.functions import as_tuple, learns, on_gpu, traced
+from surgery.kernels.operators import Likeness, Operator, Signature, TwoPasses
+
+SHORT = 80  # tokens of an example: more than a block of most kernels
+SMALL = {"b": 2, "t": 40, "s": 40, "h": 4, "g": 1, "p": 16, "n": 16, "d": 24, "c": 16, "w": 24}
+GPU = torch.OutOfMemoryError  # says nothing about a backend: the call was too large
+
+
+class KernelError(ValueError):
+    """No such operation or backend, or one that was asked for and cannot serve."""
+
+
+def _takes_everything(*_: Any) -> None:
+    return None
+
+
+@dataclass(frozen=True, eq=False)
+class Backend:
+    """One implementation of an operation.
+
+    run: computes, with the operation's arguments. refuses: with the same arguments, why it cannot take such a call (one line),
+    or None; it is asked for every call, so it has to be cheap. probed: whether a trial comes first; by_size: whether there is
+    one for every size, as for what is compiled for a GPU. on_request: whether it serves only if it is asked for, because it
+    downloads. without_gradient: which of its results have none. opaque: whether torch.compile cannot look into it.
+    """
+
+    name: str
+    run: Callable[..., Any]
+    refuses: Callable[..., str | None] = _takes_everything
+    probed: bool = False
+    by_size: bool = False
+    on_request: bool = False
+    without_gradient: tuple[int, ...] = ()
+    opaque: bool = False
+
+    @property
+    def passes(self) -> TwoPasses | None:
+        """Of a kernel that has two, for the operator."""
+        return self.run if isinstance(self.run, TwoPasses) else None
+
+
+@dataclass(frozen=True)
+class Argument:
+    """Written name:dims, with ? behind the name where it may be None, ! where it is changed, and behind the dims + for numbers
+    above 0, - for numbers below, # for documents (int32), & for which exist (bool); or name=type for a number."""
+
+    name: str
+    dims: str
+    kind: str
+
+    @classmethod
+    def parse(cls, text: str) -> "Argument":
+        name, tensor, rest = re.split("([:=])", text)
+        return cls(name, rest.rstrip("+-#&"), rest[-1]) if tensor == ":" else cls(name, "", rest)
+
+    @property
+    def schema(self) -> str:
+        """In the words of torch.library."""
+        if not self.dims:
+            return f"{self.kind} {self.name}"
+        return {"?": "Tensor? ", "!": "Tensor(a!) "}.get(self.name[-1], "Tensor ") + self.name.rstrip("?!")
+
+
+class Operation:
+    """Backends in order of preference; the last one is the reference. Call it with the operation's arguments.
+
+    arguments: their specification (Argument). like: (*arguments) -> shape and dtype of every result.
+    """
+
+    registry: ClassVar[dict[str, "Operation"]] = {}
+
+    def __init__(self, name: str, arguments: str, like: Callable[..., list[Likeness]], results: int, *backends: Backend):
+        self.name, self.arguments = name, [Argument.parse(text) for text in arguments.split()]
+        self.backends = {backend.name: backend for backend in backends}
+        self.reference = backends[-1]
+        self.differentiable = not any(argument.name.endswith("!") for argument in self.arguments)
+        self.refused: dict[tuple, str | None] = {}  # kind of call -> why a backend does not serve it, or None
+        self.registry[name] = self
+        signature = Signature(tuple(argument.schema for argument in self.arguments), results, like)
+        self.operator = Operator(name, signature, self.backends)
+        # torch.compile puts this into its graph as it stands, and then traces it with tensors that know their shapes alone.
+        self.in_graph = torch.compiler.allow_in_graph(lambda backend, *args: self(*args, backend=backend))
+
+    def __call__(self, *args: Any, backend: str | None = None) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return self.in_graph(backend, *args)
+        asked = backend or requested(self.name)
+        for candidate in self._candidates(asked):
+            reason = self.why_not(candidate, *args)
+            if reason is None:
+                if candidate.opaque and traced(*args):
+                    return self.operator(*args, backend=candidate.name)
+                try:
+                    return candidate.run(*args)
+                except GPU:
+                    raise
+                except Exception as failure:
+                    if not candidate.by_size or asked:
+                        raise
+                    self._refuse(candidate, self._key(candidate, args), failure)
+            elif asked:
+                raise KernelError(f"{self.name}: the backend '{asked}' was asked for and cannot serve: {reason}")
+        raise KernelError(f"no backend of {self.name} takes this call")
+
+    def choose(self, *args: Any) -> Backend:
+        """The backend that would serve a call."""
+        return next(backend for backend in self._candidates(None) if self.why_not(backend, *args) is None)
+
+    def explain(self, *args: Any) -> dict[str, str | None]:
+        """Backend -> why it does not take such a call, or None."""
+        return {backend.name: self.why_not(backend, *args) for backend in self.backends.values()}
+
+    def why_not(self, backend: Backend, *args: Any) -> str | None:
+        """Why `backend` does not take such a call, or None."""
+        if reason := backend.refuses(*args):
+            return reason
+        if not backend.probed:
+            return None
+        key = self._key(backend, args)
+        if key not in self.refused:
+            self.refused[key] = None
+            failures: list[BaseException] = []
+            # In a thread of its own none of the caller's modes is on: autocast, inference_mode, a default device, fake tensors.
+            thread = Thread(target=self._try, args=(backend, args, key[-1], failures), daemon=True)
+            thread.start()
+            thread.join()
+            if failures:
+                self._refuse(backend, key, failures[0])
+        return self.refused[key]
+
+    def _candidates(self, asked: str | None) -> Iterator[Backend]:
+        if asked is None:
+            return (backend for backend in self.backends.values() if not backend.on_request)
+        if asked not in self.backends:
+            raise KernelError(f"{self.name} has no backend named '{asked}'; it has {', '.join(self.backends)}")
+        return iter([self.backends[asked]])
+
+    def _key(self, backend: Backend, args: tuple) -> tuple:
+        learning = self.differentiable and learns(*(m for m in args if isinstance(m, Tensor)))
+        first = args[0]
+        if not backend.by_size:
+            return backend, first.device.type, first.dtype, learning
+        kinds = (
+            (m.dtype, m.stride(-1) == 1, *(n for n, dim in zip(m.shape, a.dims, strict=True) if dim not in "bts"))
+            if isinstance(m, Tensor)
+            else m is None
+            for m, a in zip(args, self.arguments, strict=True)
+        )
+        return backend, first.device, *kinds, learning
+
+    def _refuse(self, backend: Backend, key: tuple, failure: BaseException) -> None:
+        reason = f"{type(failure).__name__}: {' '.join(str(failure).split())[:200]}"
+        self.refused[key] = reason
+        if not isinstance(failure, ImportError):  # what is not installed is no news
+            warnings.warn(f"{self.name}: '{backend.name}' does not serve here, the next does ({reason})", stacklevel=4)
+
+    def _try(self, backend: Backend, args: tuple, learning: bool, failures: list[BaseException]) -> None:
+        try:
+            self._compare(backend, args, learning)
+        except (Exception, SystemExit) as failure:  # whatever a foreign package throws is the reason why it does not serve
+            failures.append(failure)
+
+    def _compare(self, backend: Backend, args: tuple, learning: bool) -> None:
+        own = self.example(args, small=not backend.by_size)
+        exact = [m.to(torch.float64, copy=True) if _real(m) else m for m in own]
+        for m in filter(_real, (*own, *exact)):
+            m.requires_grad_(learning)
+        with torch.set_grad_enabled(learning):
+            results, truths = as_tuple(backend.run(*own)), as_tuple(self.reference.run(*exact))
+            pairs = [*zip(results, truths, strict=True)]
+            if learning:
+                with_gradient = [pair for i, pair in enumerate(pairs) if i not in backend.without_gradient]
+                inputs = [filter(_real, each) for each in (own, exact)]
+                gradients = [torch.autograd.grad(
+                    [pair[i] for pair in with_gradient], [*inputs[i]], [pair[i].detach().cos() for pair in with_gradient],
+                    allow_unused=True,
+                ) for i in range(2)]  # fmt: skip
+                pairs += [pair for pair in zip(*gradients, strict=True) if None not in pair]
+            else:
+                pairs += [(m, e) for m, e in zip(own, exact, strict=True) if _real(m)]  # what a step writes into its state
+        # Kernels may round inside, to TensorFloat-32 or to 16 bits after every token; a broken build is not off by so little.
+        bound = 0.02 if own[0].dtype in (torch.float32, torch.float64) else 0.1
+        for result, truth in pairs:
+            error = (result.double() - truth).norm().item() / max(truth.norm().item(), 1e-20)
+            if result.shape != truth.shape or not error < bound:
+                raise ArithmeticError(f"it is wrong: off by {error:.2g} on an example")
+
+    def example(self, args: tuple, small: bool) -> list[Any]:
+        """Random arguments like those of a call: as wide (or `small`), with as many tokens as SHORT at most."""
+        draw = torch.Generator("cpu").manual_seed(0)
+        cut = {"b": 2, "t": SHORT, "s": SHORT} if not small else SMALL
+        made: list[Any] = []
+        for m, argument in zip(args, self.arguments, strict=True):
+            if not isinstance(m, Tensor):
+                made.append(min(m, SMALL["t"]) if argument.kind == "SymInt" and argument.name == "t" else m)
+                continue
+            sizes = [min(int(n), cut.get(dim, int(n))) for n, dim in zip(m.shape, argument.dims, strict=True)]
+            made.append(_filled(m, argument.kind, sizes, draw, strided=not small))
+        return made
+
+
+def _filled(m: Tensor, kind: str, sizes: list[int], draw: torch.Generator, strided: bool) -> Tensor:
+    """Numbers with the dtype and the device of m, and with its strides where that is asked for."""
+    if kind == "#":
+        values = (torch.arange(sizes[1]) >= sizes[1] // 2).expand(sizes)
+    elif kind == "&":
+        values = (torch.arange(sizes[1]) > 2).expand(sizes)
+    elif kind in "+-":
+        uniform = torch.rand(*sizes, generator=draw, dtype=torch.float32, device="cpu")
+        values = 0.01 + 0.1 * uniform if kind == "+" else -1 - uniform
+    else:
+        values = torch.randn(*sizes, generator=draw, dtype=torch.float32, device="cpu")
+    values = values.to(m.device, m.dtype)
+    if not strided or 0 in m.stride():
+        return values.contiguous()
+    return torch.empty_strided(sizes, m.stride(), dtype=m.dtype, device=m.device).copy_(values)
+
+
+def _real(m: Any) -> bool:
+    return isinstance(m, Tensor) and m.is_floating_point()
+
+
+def requested(operation: str) -> str | None:
+    """The backend that SURGERY_KERNELS asks for, or None."""
+    return _parse(os.environ.get("SURGERY_KERNELS", "")).get(operation)
+
+
+@cache
+def _parse(text: str) -> dict[str, str]:
+    if text.strip() == "hub":
+        return {name: "hub" for name, operation in Operation.registry.items() if "hub" in operation.backends}
+    pairs = [item.split("=", 1) for item in text.split(",") if item.strip()]
+    if any(len(pair) != 2 or not pair[1].strip() for pair in pairs):
+        raise KernelError("SURGERY_KERNELS must read operation=backend[,operation=backend...]")
+    return {operation.strip(): name.strip() for operation, name in pairs}
+
+
+def not_for_cuda_package(x: Tensor, *_: Any) -> str | None:
+    """Why a CUDA package does not take x, or None."""
+    if not on_gpu(x):
+        return "it runs on CUDA devices"
+    return "it computes in float32" if x.dtype == torch.float64 else None
+
+
+@cache
+def hub(name: str, version: int) -> Any:
+    """A package of kernels from Hugging Face's Hub, in the version that transformers uses; it is downloaded."""
+    from kernels import get_kernel
+
+    return get_kernel(f"kernels-community/{name}", version=version)
