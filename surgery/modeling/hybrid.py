@@ -101,6 +101,12 @@ class GraftedModel:
             raise ValueError("the cache was filled without the grafts, by the base or within disable_grafts(): begin a new one")
         return cache
 
+    @classmethod
+    def is_custom_code(cls) -> bool:
+        """transformers skips the initialisation of some modules of foreign code, and does not give buffers their values that no
+        checkpoint holds. The modules here are its own, and grafts have no such buffers."""
+        return False
+
 
 class HybridLanguageModel(GraftedModel):
     """A mixin before a language model of transformers. cache_name: under which its forward returns the cache."""
@@ -149,12 +155,6 @@ class HybridLanguageModel(GraftedModel):
             length = max(args[-1], generation_config.max_cache_len or 0)
             model_kwargs[self.cache_name] = self.with_room(cache, length if isinstance(cache, StaticCache) else None)
         return made
-
-    @classmethod
-    def is_custom_code(cls) -> bool:
-        """transformers skips the initialisation of some modules of foreign code, and does not give buffers their values that no
-        checkpoint holds. The modules here are its own, and grafts have no such buffers."""
-        return False
 
 
 def one_cache(cache_params: Cache | None, past_key_values: Cache | None) -> Cache | None:

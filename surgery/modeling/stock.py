@@ -62,14 +62,15 @@ class StockBackbone(GraftedModel):
         tokens: Any = input_ids if inputs_embeds is None else inputs_embeds
         cache = one_cache(cache_params, past_key_values)
         mask = attention_mask if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2 else None
-        flat = None if position_ids is None or position_ids.dim() != 2 else position_ids
+        told = attention_mask is None or mask is not None  # masks that generate has prepared say nothing of padding
+        flat = position_ids if told and position_ids is not None and position_ids.dim() == 2 else None
         packing = packing_of(tokens, mask, flat, cache, use_cache, kwargs)
         kwargs = {name: value for name, value in kwargs.items() if name in OUTPUTS}
         if packing is not None:
             return self.read_apart(packing, tokens, "input_ids" if inputs_embeds is None else "inputs_embeds", kwargs)
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
-        use_cache = use_cache and not (self.gradient_checkpointing and self.training)
+        use_cache = use_cache and not (self.layers[0].gradient_checkpointing and self.training)
         if use_cache and cache is None:
             cache = DynamicCache(config=self.config)
         if mask is not None:
