@@ -14,7 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from surgery.checking import laws
 from surgery.checking.law import Finding, Law, subject_of
@@ -92,6 +92,7 @@ def check(
     elif isinstance(model, str | Path):
         live, name = open_model(model, trust_remote_code), str(model)
     else:
+        assert model is not None
         live, name = model, type(model).__name__
     begun = time.process_time()
     found = check_laws(live, full=full, only=only)
@@ -128,6 +129,19 @@ def all_laws() -> dict[str, Law]:
     """The laws by the names of their files."""
     names = sorted(module.name for module in pkgutil.iter_modules(laws.__path__))
     return {name: importlib.import_module(f"surgery.checking.laws.{name}").LAW for name in names}
+
+
+def open_source(
+    model: str | None, architecture: str | None, trust_remote_code: bool = False
+) -> PreTrainedModel | PreTrainedConfig:
+    """What is asked without weights: a configuration; of a hybrid, whose grafts a small model would not have, the model."""
+    if architecture is not None:
+        return read_config(architecture, trust_remote_code=trust_remote_code)
+    assert model is not None
+    if (Path(model) / "patch.json").is_file():
+        return open_model(model, trust_remote_code)
+    config = read_config(model, trust_remote_code=trust_remote_code)
+    return open_model(model, trust_remote_code) if getattr(config, "grafts", None) else config
 
 
 def open_model(name: str | Path, trust_remote_code: bool = False) -> PreTrainedModel:

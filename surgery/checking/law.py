@@ -182,7 +182,7 @@ class Subject:
         with torch.no_grad(), self.precision():
             return self.model(input_ids=ids, **{"use_cache": False} | named).logits
 
-    def step(self, ids: Tensor, cache: Any = None, **named: Any) -> tuple[Tensor, Any]:
+    def step(self, ids: Tensor | None, cache: Any = None, **named: Any) -> tuple[Tensor, Any]:
         """Logits of a forward that goes on from a cache, and the cache that it returns."""
         with torch.no_grad(), self.precision():
             if cache is not None:

@@ -1,8 +1,8 @@
 """A small model of any architecture: its configuration with fewer layers and smaller widths, and random weights.
 
-What a published configuration chooses (biases, norms, activations, tied weights, kinds of layers, rotary embeddings) stays; what
-only makes it large does not. Of the layers, the first of each kind is kept, and one more. So a model of any size is checked from
-its config.json, without its weights.
+What a published configuration chooses (biases, norms, activations, tied weights, kinds of layers, rotary embeddings) stays;
+what only makes it large does not. Of the layers, the first of each kind is kept, and one more. So a model of any size is
+checked from its config.json, without its weights.
 """
 
 import json
@@ -85,6 +85,7 @@ MIXED = {"num_hidden_layers": 3, "layer_types": ["linear_attention", "full_atten
 CONV = {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}
 # What the default configuration of a type leaves out.
 DEFAULTS: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [9, 18, 27]},
     "granitemoehybrid": MIXED | {"position_embedding_type": "rope"},
     "minimax": MIXED,
     "lfm2": CONV,

@@ -22,7 +22,7 @@ def cases(s: Subject):
     @cache
     def both():
         plain = learn()
-        model.gradient_checkpointing_enable()
+        getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
         return plain, learn()
 
     def loss():

@@ -1,0 +1,214 @@
+"""Bytes of a sequence's cache and state by length, from a configuration alone.
+
+transformers' cache is measured and not calculated: the first layers, as many as hold each kind once, are made at full width
+without values, so that their memory is never touched, and read a few tokens. What a layer of each kind holds then, and how much
+more with another token, is added up over all layers. Layers with a sliding window stop growing there.
+
+llama.cpp allocates for a context: keys and values in float16 for as many tokens, in multiples of 256, and states in float32
+(llama-hparams.cpp, llama-memory-recurrent.cpp). vLLM allocates pages of one size for all layers: a state takes one, and of
+attention a page is a block of as many tokens as make it as large as a state (platforms/interface.py and, for groups of layers,
+v1/core/kv_cache_utils.py).
+"""
+
+import copy
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
+
+from surgery.checking.law import CACHES
+from surgery.checking.shrink import DEPTHS, LISTS
+from surgery.errors import UserError
+
+LENGTHS = (1024, 4096, 16384, 65536, 262144, 1048576)
+SHORT = 24  # tokens that are read: more than any short convolution has taps
+BLOCK, CONTEXT = 16, 256  # vLLM's blocks and llama.cpp's contexts are multiples of these
+# What no cache depends on.
+SMALL = {
+    **dict.fromkeys(("vocab_size", "unpadded_vocab_size"), 64),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 2),
+    **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "topk_group", "n_group", "num_expert_group"), 1),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size"), 64),
+}
+
+
+@dataclass
+class LayerBytes:
+    """What a layer holds of one sequence. state: bytes of recurrent states, of `numbers` numbers; convolution: of the last
+    `taps` inputs of convolutions; token: of the keys and values of a token; window: of how many tokens, if not of all."""
+
+    state: int = 0
+    numbers: int = 0
+    convolution: int = 0
+    taps: int = 1
+    token: int = 0
+    window: int | None = None
+
+    def at(self, length: int) -> int:
+        """Bytes after so many tokens."""
+        return self.state + self.convolution + self.token * (length if self.window is None else min(length, self.window))
+
+    def fixed(self, itemsize: int, state_itemsize: int, scale: float = 1.0) -> int:
+        """Bytes of states where an engine holds them in another dtype, and one input of a convolution less. scale: of the dtype
+        of convolutions to the one here."""
+        return self.numbers * state_itemsize + int(self.convolution * scale * (self.taps - 1) / self.taps)
+
+
+@dataclass
+class CacheBytes:
+    """layers: of every layer, in order. dtype: what the model computes in. counters: bytes of the cache's own integers, which
+    there are once for all sequences."""
+
+    model_type: str
+    dtype: torch.dtype
+    layers: list[LayerBytes]
+    counters: int = 0
+
+    def transformers(self, length: int, batch: int = 1) -> int:
+        """Bytes of the cache of so many sequences of so many tokens."""
+        return batch * sum(layer.at(length) for layer in self.layers) + self.counters
+
+    def llama_cpp(self, length: int, batch: int = 1) -> int:
+        """What llama.cpp allocates by default for so many sequences of so many tokens each, as one context."""
+        size, context = self.dtype.itemsize, -(-length * batch // CONTEXT) * CONTEXT
+        states = sum(layer.fixed(size, 4, 4 / size) for layer in self.layers)
+        return batch * states + sum(layer.token * 2 // size * context for layer in self.layers)
+
+    def vllm(self, length: int, batch: int = 1) -> int:
+        """What vLLM takes from its pool for so many sequences: without prefix caching, states in the model's dtype."""
+        size = self.dtype.itemsize
+        states = [layer.fixed(size, size) for layer in self.layers]
+        tokens = [layer.token for layer in self.layers if layer.token]
+        largest, token = max(states), max(tokens, default=1)
+        block = max(BLOCK, -(-largest // (BLOCK * token)) * BLOCK)
+        page = block * token if tokens else largest
+        kinds = Counter[tuple[str, int | None]]()
+        for layer, state in zip(self.layers, states, strict=True):
+            kinds.update([("state", None)] * bool(state) + [("tokens", layer.window)] * bool(layer.token))
+        least, most = min(kinds.values()), max(kinds.values())
+        group = most if most < 1.5 * least else least  # layers that share a table of pages
+        blocks = 0
+        for (kind, window), count in kinds.items():
+            held = length if window is None else min(length, window + block)
+            blocks += -(-count // group) * (1 if kind == "state" else -(-held // block))
+        return batch * blocks * group * page
+
+
+def table_of_bytes(sizes: CacheBytes, batch: int = 1) -> str:
+    """Lengths against transformers, llama.cpp and vLLM, in MiB."""
+    rows = [
+        f"{'tokens':>10}  {'transformers':>14}  {'llama.cpp':>14}  {'vLLM':>14}   MiB of {batch} sequence{'s' * (batch > 1)}"
+    ]
+    for length in LENGTHS:
+        each = (find(length, batch) / 2**20 for find in (sizes.transformers, sizes.llama_cpp, sizes.vllm))
+        rows.append(f"{length:>10,}  " + "  ".join(f"{size:>14,.2f}" for size in each))
+    return "\n".join(rows)
+
+
+def count_cache_bytes(source: PreTrainedConfig | PreTrainedModel, dtype: str | None = None) -> CacheBytes:
+    """Bytes of a model's cache. dtype: what it computes in, by default what its weights are in. Raises UserError where it
+    returns no cache."""
+    config = source if isinstance(source, PreTrainedConfig) else source.config
+    config = copy.deepcopy(config.get_text_config(decoder=True))
+    wanted: torch.dtype = getattr(torch, dtype) if dtype else getattr(config, "dtype", None) or torch.float32
+    kinds = _kinds(config)
+    depth = max(kinds.index(kind) for kind in kinds) + 1
+    if config.model_type.startswith("zamba"):  # its hybrid layers share weights: a single one cannot be made
+        depth = [place for place, kind in enumerate(kinds) if "hybrid" in kind][1] + 1
+    model = _hollow(config, depth, wanted)
+    first, second = (_measured(model, tokens, depth) for tokens in (SHORT, SHORT + 1))
+    for (one, _), (other, _) in zip(first, second, strict=True):
+        one.token = other.token - one.token
+    layers = [first[kinds.index(kind)] for kind in kinds] + first[depth:]
+    return CacheBytes(config.model_type, wanted, [layer for layer, _ in layers], sum(integers for _, integers in layers))
+
+
+def _kinds(config: Any) -> list[Any]:
+    """What each layer is, as far as its cache is concerned. Grafted layers are each a kind of their own."""
+    depth = next((getattr(config, name) for name in DEPTHS if getattr(config, name, None)), 0)
+    if getattr(config, "grafts", None):
+        return list(range(depth))
+    lists = [getattr(config, name) for name in LISTS if isinstance(getattr(config, name, None), list)]
+    return [str(row) for row in zip(*lists, strict=False)] if lists else [""] * depth
+
+
+def _hollow(config: Any, depth: int, dtype: torch.dtype) -> Any:
+    """The first layers of a model, whose weights take no memory as long as nobody writes them."""
+    small = SMALL | ({"intermediate_size": 64} if hasattr(config, "num_attention_heads") else {})  # of MLPs, not of mixers
+    for name, value in small.items():
+        if isinstance(getattr(config, name, None), int) and getattr(config, name):
+            setattr(config, name, value)
+    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        setattr(config, name, None)
+    fields = {name for name in DEPTHS if hasattr(config, name)}
+    for name in LISTS:
+        if isinstance(getattr(config, name, None), list):
+            try:
+                setattr(config, name, getattr(config, name)[:depth])
+            except AttributeError:  # it follows from other fields
+                continue
+    for name in fields:
+        try:
+            setattr(config, name, depth)
+        except (AttributeError, NotImplementedError):
+            continue
+    with torch.device("meta"), no_init_weights():
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return model.to_empty(device="cpu").eval()
+
+
+@torch.no_grad()
+def _measured(model: Any, tokens: int, depth: int) -> list[tuple[LayerBytes, int]]:
+    """What every layer of the cache holds after so many tokens, `token` being of all of them; and bytes of its integers."""
+    try:
+        output = model(input_ids=torch.zeros(1, tokens, dtype=torch.long), use_cache=True)
+    except (RuntimeError, ValueError) as error:
+        line = str(error).splitlines()[0]
+        raise UserError(f"a {model.config.model_type} cannot be run in {model.dtype} to measure its cache: {line}") from error
+    cache = next((getattr(output, name) for name in CACHES if getattr(output, name, None) is not None), None)
+    if cache is None:
+        raise UserError(f"a {model.config.model_type} returns no cache; what it holds is in its modules")
+    if not hasattr(cache, "layers"):  # one of the model's own: states of all layers together
+        held = list(_tensors(cache))
+        size, numbers, integers = _size(held), sum(t.numel() for t in held if t.is_floating_point()), _size(held, False)
+        return [(LayerBytes(size // depth, numbers // depth), integers if not place else 0) for place in range(depth)]
+    linear = getattr(cache, "linear_cache", [])
+    own = [vars(layer) for layer in cache.layers] + [{}] * (len(linear) - len(cache.layers))
+    return [_layer(held, linear[place] if place < len(linear) else []) for place, held in enumerate(own)]
+
+
+def _layer(held: dict[str, Any], linear: Any) -> tuple[LayerBytes, int]:
+    """held: the attributes of a cache's layer. linear: MiniMax's states."""
+    convolutions = list(_tensors(held.get("conv_states", {})))
+    states = [*_tensors(held.get("recurrent_states", {})), *_tensors(linear)]
+    grown = [value for name, value in held.items() if name in ("keys", "values", "indexer_keys") and isinstance(value, Tensor)]
+    window = held.get("sliding_window")
+    layer = LayerBytes(
+        state=_size(states),
+        numbers=sum(t.numel() for t in states),
+        convolution=_size(convolutions),
+        taps=max((t.shape[-1] for t in convolutions), default=1),
+        token=_size(grown),
+        window=None if window is None else window - 1,
+    )
+    return layer, _size([value for value in held.values() if isinstance(value, Tensor)], False)
+
+
+def _size(tensors: list[Tensor], floating: bool = True) -> int:
+    return sum(t.nbytes for t in tensors if t.is_floating_point() == floating)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """All tensors in lists, dicts and objects of transformers."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(each)
+    elif type(value).__module__.startswith("transformers") and hasattr(value, "__dict__"):
+        yield from _tensors(vars(value))

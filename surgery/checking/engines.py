@@ -1,0 +1,124 @@
+"""A model in a serving engine against transformers: the same prompts, alone and together, in float32.
+
+The engine lives in an environment of its own, since it pins other versions, and is asked by a script there (serving/ask_*.py)
+for greedy tokens and the log-probabilities of the most probable ones. The model here reads the same tokens in one pass: each
+token that the engine chose has to be its own most probable one, and log-probabilities to agree within what rounding explains.
+"""
+
+import json
+import os
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from surgery.checking.check import open_model
+from surgery.checking.law import rounding
+from surgery.errors import UserError
+
+SCRIPTS = {
+    "vllm": ("ask_vllm.py", "vllm"),
+    "llama.cpp": ("ask_llama_cpp.py", "xllamacpp"),
+    "mlx-lm": ("ask_mlx_lm.py", "mlx_lm"),
+}
+LENGTHS = (1, 24, 300, 190, 7, 33, 80, 150, 12, 64, 100)  # tokens of the prompts: longer than a piece of those that are read
+NEW = 40  # tokens after the first prompt, and 3 fewer after each next, so that they leave one by one
+
+
+@dataclass(frozen=True)
+class EngineFinding:
+    """difference: the largest one of log-probabilities; bound: what rounding explains. tokens: how many the engine chose;
+    others: how many of them the model here does not choose. where: the first of these, or the largest difference."""
+
+    engine: str
+    version: str
+    difference: float
+    bound: float
+    tokens: int
+    others: int
+    where: str
+
+    @property
+    def holds(self) -> bool:
+        """Whether the engine computes the model."""
+        return not self.others and self.difference <= self.bound
+
+    def __str__(self) -> str:
+        what, same = "right" if self.holds else "wrong", f"{self.tokens - self.others} of {self.tokens}"
+        line = f"{what}: {same} tokens of {self.engine} {self.version} are those of transformers"
+        apart = f"log-probabilities differ by at most {self.difference:.1e} (rounding explains {self.bound:.1e})"
+        return f"{line}; {apart}" + ("" if self.holds else f"; {self.where}")
+
+
+def check_engine(model: str | Path, engine: str, python: Path, trust_remote_code: bool = False) -> EngineFinding:
+    """Compare an engine's answers for a folder with those of transformers. Raises UserError if the engine gives none."""
+    live = open_model(model, trust_remote_code).float()
+    return compare_engine(live, Path(model), engine, python)
+
+
+def compare_engine(live: PreTrainedModel, folder: Path, engine: str, python: Path) -> EngineFinding:
+    """live: in float32 on the CPU."""
+    vocabulary = min(int(live.config.vocab_size), 50_000)
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(vocabulary, (length,), generator=generator).tolist() for length in LENGTHS]
+    job = {"folder": str(folder.resolve()), "prompts": prompts, "new": [max(1, NEW - 3 * i) for i in range(len(prompts))]}
+    said = ask_engine(engine, python, job | ({"texts": []} if engine == "llama.cpp" else {}))
+    worst, bound, others, tokens, where = 0.0, 0.0, 0, 0, ""
+    for how in ("alone", "together"):
+        for prompt, steps in zip(prompts, said[how], strict=True):
+            text = [*prompt, *(token for token, _ in steps[:-1])]
+            own = _log_probabilities(live, text, len(steps))
+            allowed = rounding(own.abs().max().item(), len(text), live.config.num_hidden_layers, torch.float32)
+            difference, wrong = _compare(own, allowed, steps)
+            place = f"after a prompt of {len(prompt)} tokens, requests {how}"
+            if wrong and not others:
+                where = f"token {wrong[0] + 1} is another one {place}"
+            elif not others and difference > max(worst, allowed):
+                where = f"the largest difference is {place}"
+            worst, bound = max(worst, difference), max(bound, allowed)
+            others, tokens = others + len(wrong), tokens + len(steps)
+    return EngineFinding(engine, said["version"], worst, bound, tokens, others, where)
+
+
+@torch.no_grad()
+def _log_probabilities(live: Any, text: list[int], count: int) -> Tensor:
+    """After each of the last `count` tokens of a text: (count, V), in float64."""
+    return live(input_ids=torch.tensor([text]), use_cache=False).logits[0, -count:].double().log_softmax(-1)
+
+
+def _compare(own: Tensor, allowed: float, steps: list[Any]) -> tuple[float, list[int]]:
+    """The largest difference, and the steps at which the engine chose a token that is not the most probable one here."""
+    found = [(i, int(other), value) for i, (_, probable) in enumerate(steps) for other, value in probable.items()]
+    apart = torch.tensor([own[i, other].item() - value for i, other, value in found] or [0.0]).abs()
+    wrong = [i for i, (token, _) in enumerate(steps) if not own[i].max() - own[i, token] <= allowed]
+    return (float("inf") if apart.isnan().any() else apart.max().item()), wrong
+
+
+def ask_engine(engine: str, python: Path, job: dict[str, Any]) -> dict[str, Any]:
+    """What the engine's script answers. Raises UserError, in one line, if it fails."""
+    script, module = SCRIPTS[engine]
+    if not python.is_file() or not os.access(python, os.X_OK):
+        raise UserError(f"--engine-python: there is no program {python}")
+    quiet = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    settings = quiet | {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+    place = Path(__file__).parents[1] / "serving" / script
+    with tempfile.TemporaryDirectory() as empty:  # where nothing can be imported from by mistake
+        command = [str(python.absolute()), "-P", str(place)]  # not resolved: the link tells an interpreter its environment
+        done = subprocess.run(
+            command, input=json.dumps(job).encode(), capture_output=True, check=False, cwd=empty, env=settings
+        )
+    if done.returncode == 0:
+        try:
+            return json.loads(done.stdout)
+        except ValueError as error:
+            raise UserError(f"--engine-python: {python} is no Python, or {engine} gave no answers") from error
+    lines = [line.strip() for line in done.stderr.decode(errors="replace").splitlines() if line.strip()]
+    if any(f"No module named '{module}'" in line for line in lines):
+        raise UserError(f"{module} is not installed for {python}")
+    reasons = [line for line in lines if "Error: " in line] or lines or ["it ended without a word"]
+    raise UserError(f"{engine} cannot serve {job['folder']}: {reasons[-1]}")
