@@ -53,8 +53,8 @@ def merge_sites(sites: Iterable[Site]) -> tuple[Site, ...]:
 
 
 def parse_sites(given: Any) -> Any:
-    """Sites from what users write: "L0.H3,5", "L0.H3,5; L1.H2", or a list of such texts and of Sites. In a list, a number is one
-    more head of the site before it, because YAML divides [L0.H3,5] at its comma."""
+    """Sites from what users write: "L0.H3,5", "L0.H3,5; L1.H2", or a list of such texts and of Sites. In a list, a number is
+    one more head of the site before it, because YAML divides [L0.H3,5] at its comma."""
     if given is None:
         return None
     sites: list[Site] = []
