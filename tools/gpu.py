@@ -1,0 +1,418 @@
+"""All that wants a real GPU, in nine minutes: python -m tools.gpu [--out FILE] [--seconds 540] [--only PART ...] [--rehearse]
+
+It takes the machine as it is (Python from 3.11, torch from 2.6); what is missing there is carried in .gpu-carry/, which
+`make gpu-carry` fills. Each line of the record is written at once, and a part that fails does not end the rest. --rehearse: on
+the CPU, with small sizes. Status: 0 if nothing failed.
+
+    versions   the machine, the packages and what each says when it is imported
+    backends   every operation at published sizes: who serves, and the error against float64
+    smoke      load, attribution, splice, tune 5 steps, generate, of checkpoints/tiny-mamba2
+    step       one step of tuning at mamba2-130m's shape, profiled
+    attention  graft attention, forward and with its gradient, against torch's kernels
+    scans      the scan, packed and not, and its step at mamba2-2.7b's width
+    memory     what a grafted block holds as the context grows
+    tests      pytest -m gpu
+"""
+
+import argparse
+import contextlib
+import importlib
+import json
+import platform
+import subprocess
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("triton", "transformers", "accelerate", "peft", "pydantic", "mamba_ssm", "causal_conv1d", "flash_attn", "kernels")
+
+
+class Record:
+    """A file of JSON lines, each written when it is known."""
+
+    def __init__(self, path: Path, device: str, small: bool):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.file = path.open("a", encoding="utf-8")
+        self.device, self.small, self.failed, self.part = torch.device(device), small, 0, ""
+
+    def say(self, name: str, **values: Any) -> None:
+        line = json.dumps({"part": self.part, "name": name, **values}, default=str)
+        print(line, flush=True)
+        self.file.write(line + "\n")
+        self.file.flush()
+
+    @contextlib.contextmanager
+    def attempt(self, name: str) -> Iterator[None]:
+        """What fails within is a line of the record, and ends nothing else."""
+        try:
+            yield
+        except Exception as failure:
+            self.failed += 1
+            place = [
+                f"{Path(frame.filename).name}:{frame.lineno}" for frame in traceback.extract_tb(failure.__traceback__)[-4:]
+            ]
+            self.say(name, failed=f"{type(failure).__name__}: {str(failure)[:300]}", at=" < ".join(reversed(place)))
+
+    def tensor(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.randn(*shape, device=self.device, dtype=torch.float32).to(dtype)
+
+    def milliseconds(self, run: Callable[[], Any], rounds: int = 10) -> float:
+        """The median of some rounds, after two that are not counted."""
+        times = []
+        for i in range(2 if self.small else rounds + 2):
+            self.wait()
+            began = time.perf_counter()
+            run()
+            self.wait()
+            if i > 1 or self.small:
+                times.append(time.perf_counter() - began)
+        return round(sorted(times)[len(times) // 2] * 1e3, 3)
+
+    def wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def versions(record: Record) -> None:
+    record.say(
+        "machine", python=platform.python_version(), torch=torch.__version__, cuda=torch.version.cuda, date=time.strftime("%F")
+    )
+    if record.device.type == "cuda":
+        properties = torch.cuda.get_device_properties(0)
+        shared = getattr(properties, "shared_memory_per_block_optin", None)
+        record.say("card", name=properties.name, memory=properties.total_memory, shared_memory_per_block=shared)
+    for package in PACKAGES:
+        try:
+            module = importlib.import_module(package)
+            record.say(package, version=getattr(module, "__version__", "?"))
+        except Exception as failure:
+            record.say(package, absent=f"{type(failure).__name__}: {str(failure)[:120]}")
+
+
+def calls(record: Record, dtype: torch.dtype) -> Iterator[tuple[str, Any, list[Any]]]:
+    """(name, operation, arguments) at the sizes of mamba2-2.7b and Falcon-Mamba-7B; 130m's for a rehearsal."""
+    from surgery.kernels.attention import ATTEND
+    from surgery.kernels.conv import CAUSAL_CONV
+    from surgery.kernels.selective import SELECTIVE_SCAN, SELECTIVE_STEP
+    from surgery.kernels.ssd import SSD_SCAN, SSD_STEP
+
+    make, small = record.tensor, record.small
+    b, t, h, p, n, d = (2, 100, 4, 16, 16, 64) if small else (2, 1000, 80, 64, 128, 8192)
+    full = {"dtype": torch.float32}
+    seq = (torch.arange(t, device=record.device) // (t // 3)).int().expand(b, t).contiguous()
+    dt, A = 0.01 + 0.1 * torch.rand(b, t, h, device=record.device), -1 - torch.rand(h, device=record.device)
+    x, B, C, D = make(b, t, h, p, dtype=dtype), make(b, t, 1, n, dtype=dtype), make(b, t, 1, n, dtype=dtype), make(h, **full)
+    yield "ssd_scan", SSD_SCAN, [x, dt.to(dtype), A, B, C, D, None, None, 256]
+    yield "ssd_scan packed", SSD_SCAN, [x, dt.to(dtype), A, B, C, D, None, seq, 256]
+    yield "ssd_step", SSD_STEP, [make(b, h, p, n, **full), x[:, 0], dt[:, 0].to(dtype), A, B[:, 0], C[:, 0], D]
+    widths = h * p + 2 * n
+    yield (
+        "causal_conv",
+        CAUSAL_CONV,
+        [make(b, t, widths, dtype=dtype), make(widths, 1, 4, dtype=dtype), make(widths, dtype=dtype), None, t, True],
+    )
+    odd = make(b, t, widths + 4, dtype=dtype)[..., 4:]
+    yield "causal_conv odd", CAUSAL_CONV, [odd, make(widths, 1, 4, dtype=dtype), make(widths, dtype=dtype), None, t, True]
+    yield "causal_conv packed", CAUSAL_CONV, [odd, make(widths, 1, 4, dtype=dtype), make(widths, dtype=dtype), seq, t, True]
+    u, step = make(b, t, d, dtype=dtype), 0.01 + 0.1 * torch.rand(b, t, d, device=record.device).to(dtype)
+    matrix = -1 - torch.rand(d, 16, device=record.device)
+    B1, C1 = make(b, t, 16, dtype=dtype), make(b, t, 16, dtype=dtype)
+    yield "selective_scan", SELECTIVE_SCAN, [u, step, matrix, B1, C1, make(d, **full), None]
+    yield (
+        "selective_step",
+        SELECTIVE_STEP,
+        [make(b, d, 16, **full), u[:, 0], step[:, 0], matrix, B1[:, 0], C1[:, 0], make(d, **full)],
+    )
+    for pairs in (1, 3, h):
+        q, k = (make(b, pairs, t, n, dtype=dtype) * n**-0.25 for _ in range(2))
+        v, bias, null = make(b, pairs, t, p, dtype=dtype), dt[:, :, :pairs].log().transpose(1, 2), make(pairs, **full)
+        yield f"attend {pairs} pairs", ATTEND, [q, k, v, bias, null, None, None]
+    mask = torch.ones(b, t, dtype=torch.bool, device=record.device)
+    mask[0, :7] = False
+    yield "attend mask", ATTEND, [q, k, v, None, null, mask, None]
+    yield "attend packed", ATTEND, [q, k, v, bias, null, None, seq]
+    yield "attend one query", ATTEND, [q[:, :, -1:], k, v, bias, null, None, None]
+    wide = make(b, 1, t, 2 * p * 5, dtype=dtype)
+    yield "attend channels", ATTEND, [q[:, :1, :, :16], k[:, :1, :, :16], wide, None, null[:1], None, None]
+
+
+def backends(record: Record) -> None:
+    from surgery.kernels.functions import as_tuple
+
+    for dtype in (torch.bfloat16, torch.float32):
+        for name, operation, args in calls(record, dtype):
+            for learning in (False, True) if operation.differentiable else (False,):
+                with record.attempt(f"{name} {dtype} grad={learning}"), warnings.catch_warnings(record=True) as said:
+                    warnings.simplefilter("always")
+                    own = [
+                        m.clone().requires_grad_(learning and m.is_floating_point()) if isinstance(m, torch.Tensor) else m
+                        for m in args
+                    ]
+                    if name.endswith("odd"):
+                        own[0] = args[0].detach().requires_grad_(learning)
+                    began = time.perf_counter()
+                    chosen = operation.choose(*own)
+                    results = as_tuple(operation(*own))
+                    if learning:
+                        torch.autograd.grad(
+                            results[0].float().square().sum(),
+                            [m for m in own if isinstance(m, torch.Tensor) and m.requires_grad],
+                            allow_unused=True,
+                        )
+                    record.wait()
+                    seconds = time.perf_counter() - began
+                    exact = [m.double() if isinstance(m, torch.Tensor) and m.is_floating_point() else m for m in args]
+                    with torch.no_grad():
+                        truth = as_tuple(operation.reference.run(*exact))[0]
+                    error = ((results[0].double() - truth).norm() / truth.norm()).item()
+                    why = {key: reason for key, reason in operation.explain(*own).items() if reason}
+                    line = {"serves": chosen.name, "seconds": round(seconds, 2), "error": error, "not": why}
+                    if said:
+                        line["warnings"] = [str(each.message)[:300] for each in said]
+                    record.say(f"{name} {str(dtype)[6:]} {'with gradient' if learning else 'forward'}", **line)
+
+
+def smoke(record: Record) -> None:
+    import surgery
+    from surgery.records.recipe import Tune
+
+    model, tokenizer = surgery.load(str(ROOT / "checkpoints" / "tiny-mamba2"), device=str(record.device), dtype="float32")[:2]
+    ids = torch.arange(40, device=record.device)[None] % model.config.vocab_size
+    with torch.no_grad():
+        here = model(input_ids=ids, use_cache=False).logits.float().cpu()
+        cpu = surgery.load(str(ROOT / "checkpoints" / "tiny-mamba2"), device="cpu", dtype="float32")[0]
+        there = cpu(input_ids=ids.cpu(), use_cache=False).logits
+    record.say("base logits against the CPU", largest_difference=(here - there).abs().max().item())
+    with record.attempt("locate"):
+        from surgery.probes import make_probe
+
+        began = time.perf_counter()
+        questions = make_probe("kv", tokenizer).questions(16, 0)
+        ranking = surgery.locate(model, tokenizer, questions)
+        record.say("locate", leads=str(ranking.heads[0].site), seconds=round(time.perf_counter() - began, 2))
+    hybrid = surgery.splice(model, surgery.Plan(sites=("L1.H0", "L2.H3")))
+    with record.attempt("tune"):
+        began = time.perf_counter()
+        options = Tune(steps=5, batch_size=4, text_batch_size=4, text_tokens=256)
+        log = surgery.tune(hybrid, tokenizer, options, surgery.Data(), seed=0)
+        record.say("tune", steps=log.steps, seconds=round(time.perf_counter() - began, 2))
+    with record.attempt("generate"), torch.no_grad():
+        hybrid.eval()
+        began = time.perf_counter()
+        tokens = hybrid.generate(ids, max_new_tokens=24, do_sample=False)
+        seconds = time.perf_counter() - began
+        again = ids
+        for _ in range(24):
+            again = torch.cat([again, hybrid(input_ids=again, use_cache=False).logits[:, -1:].argmax(-1)], 1)
+        record.say("generate", as_without_cache=(tokens == again).float().mean().item(), seconds=round(seconds, 2))
+
+
+def shape(record: Record, layers: int, width: int) -> Any:
+    """A hybrid of random weights at a published width, with three heads grafted in its middle layer."""
+    import surgery
+    from transformers import Mamba2Config, Mamba2ForCausalLM
+
+    width = 64 if record.small else width
+    sizes = {"head_dim": 16, "state_size": 16} if record.small else {"head_dim": 64, "state_size": 128}
+    config = Mamba2Config(
+        hidden_size=width, num_hidden_layers=layers, num_heads=2 * width // sizes["head_dim"], n_groups=1,
+        vocab_size=512 if record.small else 50288, **sizes,
+    )  # fmt: skip
+    with torch.device(record.device):
+        base = Mamba2ForCausalLM(config).to(torch.bfloat16 if record.device.type == "cuda" else torch.float32)
+    return surgery.splice(base, surgery.Plan(sites=tuple(f"L{layers // 2}.H{head}" for head in range(3))))
+
+
+def step(record: Record) -> None:
+    """A step of KL on text, as tuning takes it: teacher, student, backward, for rows of one document and of five."""
+    from surgery.tuning.losses import kl_divergence
+
+    b, t = (2, 64) if record.small else (8, 2048)
+    for layers, width in ((24, 768), (8, 2560)):
+        name = f"{layers} layers of width {width}"
+        with record.attempt(name):
+            hybrid = shape(record, 2 if record.small else layers, width)
+            learns = [p for p in hybrid.parameters() if p.requires_grad]
+            ids = torch.randint(0, hybrid.config.vocab_size, (b, t), device=record.device)
+            documents = torch.arange(t, device=record.device) % (t // 5 + 1)
+            for packed in (False, True):
+                more = {"position_ids": documents.expand(b, t)} if packed else {}
+
+                def take(hybrid: Any = hybrid, more: Any = more, learns: Any = learns, ids: Any = ids) -> None:
+                    with torch.no_grad(), hybrid.disable_grafts():
+                        teacher = hybrid(input_ids=ids, use_cache=False, **more).logits
+                    student = hybrid(input_ids=ids, use_cache=False, **more).logits
+                    loss = kl_divergence(student.flatten(0, 1), teacher.flatten(0, 1)) / ids.numel()
+                    torch.autograd.grad(loss, learns)
+
+                ms = record.milliseconds(take, rounds=5)
+                record.say(
+                    f"{name}{', packed' if packed else ''}",
+                    ms=ms,
+                    tokens_per_second=round(b * t / ms * 1e3),
+                    **profile(record, take),
+                )
+
+
+def profile(record: Record, run: Callable[[], Any]) -> dict[str, Any]:
+    """How many kernels a call launches, how long the GPU is busy, waits of the host, and the ten longest kernels."""
+    if record.device.type != "cuda":
+        return {}
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as watch
+
+    with watch(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+        run()
+        torch.cuda.synchronize()
+    rows = seen.key_averages()
+    kernels = [row for row in rows if row.device_type == torch.autograd.DeviceType.CUDA]
+    busy = sum(row.self_device_time_total for row in kernels) / 1e3
+    top = sorted(kernels, key=lambda row: -row.self_device_time_total)[:10]
+    waits = sum(
+        row.count for row in rows if row.key in ("cudaStreamSynchronize", "cudaDeviceSynchronize", "aten::_local_scalar_dense")
+    )
+    return {
+        "launches": sum(row.count for row in kernels),
+        "busy_ms": round(busy, 2),
+        "waits": waits,
+        "top": [[row.key[:60], row.count, round(row.self_device_time_total / 1e3, 2)] for row in top],
+    }
+
+
+def attention(record: Record) -> None:
+    import torch.nn.functional as F
+    from surgery.kernels.attention import attend
+    from surgery.kernels.attention_triton import TILES
+
+    w, p = 128, 64
+    sizes = [(2, 3, 128)] if record.small else [(8, 1, 2048), (8, 3, 2048), (8, 80, 2048), (2, 80, 8192), (1, 3, 32768)]
+    for b, h, t in sizes:
+        q, k = (record.tensor(b, h, t, w) * w**-0.25 for _ in range(2))
+        v, bias, null = (
+            record.tensor(b, h, t, p),
+            record.tensor(b, h, t, dtype=torch.float32),
+            record.tensor(h, dtype=torch.float32),
+        )
+        inputs = [m.requires_grad_() for m in (q, k, v, bias, null)]
+        flops = b * h * t * t * (w + p)  # causal, a multiplication and an addition each
+
+        def both(**more: Any) -> None:
+            y, m = attend(*inputs, **more)  # noqa: B023
+            torch.autograd.grad(y.float().sum() + m.sum(), inputs)  # noqa: B023
+
+        same = F.pad(v.detach(), (0, w - p)).requires_grad_()
+
+        def torchs() -> None:
+            y = F.scaled_dot_product_attention(q, k, same, is_causal=True, scale=1.0)  # noqa: B023
+            torch.autograd.grad(y.float().sum(), [q, k, same])  # noqa: B023
+
+        with record.attempt(f"{b} x {h} pairs x {t} tokens"):
+            line: dict[str, Any] = {}
+            with torch.no_grad():
+                line["ms"] = record.milliseconds(lambda: attend(*inputs))  # noqa: B023
+                line["torch_ms"] = record.milliseconds(
+                    lambda: F.scaled_dot_product_attention(q, k, same, is_causal=True, scale=1.0)
+                )  # noqa: B023
+            line["tflops"] = round(flops / line["ms"] / 1e9, 1)
+            line["both_ms"], line["both_torch_ms"] = record.milliseconds(both), record.milliseconds(torchs)
+            record.say(f"{b} x {h} pairs x {t} tokens", **line)
+        if h == 80 and t == 2048 and record.device.type == "cuda":
+            tiles(record, inputs, both, TILES)
+
+
+def tiles(record: Record, inputs: list[Any], both: Callable[[], None], known: Any) -> None:
+    """Every tile by itself, forward and with the gradient."""
+    from surgery.kernels import attention_triton
+    from surgery.kernels.attention import attend
+
+    own = attention_triton.tile
+    more = ((128, 128, 8, 2), (128, 64, 4, 3), (64, 64, 4, 3), (128, 32, 4, 3), (64, 128, 8, 2), (64, 64, 8, 2))
+    try:
+        for tile in (*known[:3], *more):
+            for backward in (False, True):
+                attention_triton.tile = lambda *call, tile=tile, backward=backward: tile if call[-1] is backward else own(*call)
+                with (
+                    record.attempt(f"tile {tile} {'backward' if backward else 'forward'}"),
+                    torch.no_grad() if not backward else contextlib.nullcontext(),
+                ):
+                    ms = record.milliseconds(both if backward else lambda: attend(*inputs, backend="triton"), rounds=5)
+                    record.say(f"tile {tile} {'both' if backward else 'forward'}", ms=ms)
+    finally:
+        attention_triton.tile = own
+
+
+def scans(record: Record) -> None:
+    for name, operation, args in calls(record, torch.bfloat16):
+        if name.startswith("attend"):
+            continue
+        for backend in operation.backends.values():
+            if backend is operation.reference and len(operation.backends) > 2 and "step" not in name and "conv" not in name:
+                continue
+            if backend.on_request or operation.why_not(backend, *args):
+                continue
+            with record.attempt(f"{name} {backend.name}"), torch.no_grad():
+                record.say(f"{name} {backend.name}", ms=record.milliseconds(lambda: backend.run(*args)))  # noqa: B023
+
+
+def memory(record: Record) -> None:
+    hybrid = shape(record, 2, 2560)
+    for t in (64,) if record.small else (1024, 4096, 16384, 65536):
+        with record.attempt(f"{t} tokens"):
+            ids = torch.randint(0, hybrid.config.vocab_size, (1, t), device=record.device)
+            line = {}
+            for backward in (False, True):
+                if record.device.type == "cuda":
+                    torch.cuda.reset_peak_memory_stats()
+                with torch.set_grad_enabled(backward):
+                    hidden = hybrid.backbone(input_ids=ids, use_cache=False).last_hidden_state
+                    if backward:
+                        hidden.float().sum().backward()
+                if record.device.type == "cuda":
+                    line["with_gradient_gib" if backward else "forward_gib"] = round(
+                        torch.cuda.max_memory_allocated() / 2**30, 2
+                    )
+            record.say(f"{t} tokens", **line)
+
+
+def tests(record: Record) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "-p", "no:xdist", "tests/kernels"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=200)
+    record.say("pytest -m gpu", status=done.returncode, output=done.stdout[-1500:])
+
+
+PARTS = {part.__name__: part for part in (versions, backends, smoke, step, attention, scans, memory, tests)}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "gpu.jsonl")
+    parser.add_argument("--seconds", type=float, default=540)
+    parser.add_argument("--only", nargs="*", choices=PARTS, default=[*PARTS])
+    parser.add_argument("--rehearse", action="store_true")
+    options = parser.parse_args()
+    if not options.rehearse and not torch.cuda.is_available():
+        print("no GPU that torch can use is here (a driver older than torch's CUDA counts as none); --rehearse runs on the CPU")
+        return 2
+    record = Record(options.out, "cpu" if options.rehearse else "cuda", options.rehearse)
+    began = time.monotonic()
+    for name in options.only:
+        record.part = name
+        if time.monotonic() - began > options.seconds:
+            record.say("out of time")
+            break
+        start = time.monotonic()
+        with record.attempt(name):
+            PARTS[name](record)
+        record.say("done", seconds=round(time.monotonic() - start, 1))
+    return int(record.failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
