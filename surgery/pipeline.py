@@ -13,8 +13,9 @@ from surgery.exporting.export import check_export, write_export
 from surgery.locating.locate import locate
 from surgery.models.digests import fingerprint
 from surgery.models.load import load
-from surgery.planning.choose import choose
+from surgery.planning.choose import choose, make_plan
 from surgery.probes import make_probe, training_options
+from surgery.probes.question import Question
 from surgery.records.plan import Plan
 from surgery.records.ranking import Ranking
 from surgery.records.recipe import Recipe, recipe_text
@@ -29,6 +30,7 @@ from surgery.tuning.controls import PLANS, control_plan, trainable_control
 from surgery.tuning.loop import tune
 
 R = TypeVar("R", bound=Record)
+FRESH = 30_011  # added to the seed: questions that the ranking has not seen
 MAIN = "tuned"  # the model that the report is about
 UNSEEN = 10_007  # added to the seed: questions by which heads are added are not those that ranked them
 
@@ -72,7 +74,7 @@ def run(
         if is_main() and output.is_made("report.json", finished) and (Path(out) / "hybrid" / "export.json").exists():
             say(f"{out} is finished; nothing has changed")
             return Report.read(Path(out) / "report.json")
-        models, trained = make_models(base, plan, recipe)
+        models, trained = make_models(base, tokenizer, ranking, plan, recipe)
         for name in trained:
             _tune(models, name, tokenizer, recipe, output, tuned)
         return on_main(lambda: _finish(models, trained, tokenizer, ranking, plan, recipe, output, finished, verify))
@@ -91,11 +93,16 @@ def once(output: OutputFolder, name: str, settings: Any, kind: type[R], compute:
     return on_main(work)
 
 
-def locate_heads(base: Any, tokenizer: Any, recipe: Recipe, print_: str) -> Ranking:
-    """Stage locate: the ranking of the heads. print_: the base's fingerprint."""
+def ask_about(tokenizer: Any, recipe: Recipe, seed: int) -> list[Question]:
+    """The questions of recipe.locate."""
     options = recipe.locate
     probe = make_probe(options.probe, tokenizer, **training_options(options.probe, options.options))
-    ranking = locate(base, tokenizer, probe.questions(options.examples, recipe.seed), options)
+    return probe.questions(options.examples, seed)
+
+
+def locate_heads(base: Any, tokenizer: Any, recipe: Recipe, print_: str) -> Ranking:
+    """Stage locate: the ranking of the heads. print_: the base's fingerprint."""
+    ranking = locate(base, tokenizer, ask_about(tokenizer, recipe, recipe.seed), recipe.locate)
     return ranking.model_copy(update={"provenance": provenance(recipe.model, print_, recipe.seed, recipe.public())})
 
 
@@ -108,16 +115,20 @@ def choose_plan(base: Any, tokenizer: Any, ranking: Ranking, recipe: Recipe, pri
     return plan.model_copy(update={"provenance": provenance(recipe.model, print_, recipe.seed, recipe.public())})
 
 
-def make_models(base: Any, plan: Plan, recipe: Recipe) -> tuple[dict[str, Any], list[str]]:
+def make_models(base: Any, tokenizer: Any, ranking: Ranking, plan: Plan, recipe: Recipe) -> tuple[dict[str, Any], list[str]]:
     """(the models by name, the base first, then the hybrid untrained and to be tuned, then controls; which are to be tuned)."""
     models = {"base": base, "spliced": splice(base, plan), MAIN: splice(base, plan)}
+    starts = {f"L{each.site.layer}.H{head}": each.start for each in ranking.heads for head in each.site.heads}
     trained = [MAIN]
     for control in recipe.bench.controls:
-        name = f"{PREFIX}{control}"
         if not CONTROLS[control].trained:
             continue
+        name = f"{PREFIX}{control}"
         if control in PLANS:
-            models[name] = splice(base, control_plan(control, base, plan, recipe.seed))
+            other = control_plan(control, base, plan, recipe.seed)
+            if other.kind == "head":  # starts and null keys by the same measurements as the plan's own
+                other = make_plan(base, tokenizer, other.sites, starts, recipe.plan, recipe.data, recipe.seed)
+            models[name] = splice(base, other)
         else:
             models[name] = trainable_control(base, plan, control)
         trained.append(name)
