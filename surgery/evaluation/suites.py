@@ -5,6 +5,7 @@ A measurement asks every model the same and gets one number a question (or docum
 
 import dataclasses
 import hashlib
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -172,9 +173,10 @@ def bigrams(given: Given) -> list[Measurement]:
             )
         others = ~repeated
         others[:, 0] = False
+        losses = RowLosses(rows, max(1, options.batch_size // TEXT_SHARE))
         for name, what, chosen in (("bigrams", "repeated rare bigrams", repeated), ("other_tokens", "other tokens", others)):
             result.append(
-                _chosen_tokens(given, f"{name}.{n}", f"{what} in rows of {n:,} tokens", f"{what}, {n:,}", rows, chosen)
+                _chosen_tokens(given, f"{name}.{n}", f"{what} in rows of {n:,} tokens", f"{what}, {n:,}", losses, chosen)
             )
     return result
 
@@ -258,10 +260,26 @@ def _text_of(given: Given, name: str, label: str, short: str, count: int, length
     return [Measurement(name, label, short, "loss", digest([rows.tolist(), owner.tolist()]), ask)]
 
 
-def _chosen_tokens(given: Given, name: str, label: str, short: str, rows: torch.Tensor, chosen: np.ndarray) -> Measurement:
+class RowLosses:
+    """The losses of rows of text (n, t). Two measurements choose among the same tokens, one after the other: what was computed
+    for one is kept for the other, if that asks next, and for the same model."""
+
+    def __init__(self, rows: torch.Tensor, batch: int):
+        self.rows, self.batch = rows, batch
+        self._last: tuple[weakref.ref, str, np.ndarray] | None = None
+
+    def __call__(self, model: Any, measurement: str) -> np.ndarray:
+        last, self._last = self._last, None
+        if last is not None and last[0]() is model and last[1] != measurement:
+            return last[2]
+        losses = token_losses(model, self.rows, self.batch)
+        self._last = weakref.ref(model), measurement, losses
+        return losses
+
+
+def _chosen_tokens(given: Given, name: str, label: str, short: str, losses: RowLosses, chosen: np.ndarray) -> Measurement:
     """The loss on some tokens of rows. An example is a stretch of bench.window tokens of a row, whatever the length of the
     rows, and its value is its share in the mean loss of all chosen tokens."""
-    batch = max(1, given.options.batch_size // TEXT_SHARE)
     counted = chosen[:, 1:].astype(float)
 
     def by_stretch(values: np.ndarray) -> np.ndarray:
@@ -269,9 +287,9 @@ def _chosen_tokens(given: Given, name: str, label: str, short: str, rows: torch.
         return np.add.reduceat(whole, np.arange(0, whole.shape[1], given.options.window), axis=1).ravel()
 
     def ask(model: Any) -> np.ndarray:
-        return token_shares(by_stretch(token_losses(model, rows, batch) * counted), by_stretch(counted))
+        return token_shares(by_stretch(losses(model, name) * counted), by_stretch(counted))
 
-    return Measurement(name, label, short, "loss", digest([rows.tolist(), np.argwhere(chosen).tolist()]), ask)
+    return Measurement(name, label, short, "loss", digest([losses.rows.tolist(), np.argwhere(chosen).tolist()]), ask)
 
 
 def _count_bigrams(given: Given) -> tuple[PairCounts, bool]:

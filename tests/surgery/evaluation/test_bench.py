@@ -262,3 +262,18 @@ def test_the_main_measurement_is_known_beforehand():
 def test_without_models_it_says_so(tokenizer):
     with pytest.raises(UserError, match="models"):
         bench({}, tokenizer)
+
+
+def test_a_text_is_read_once_for_two_measurements_of_it(base, tokenizer, monkeypatch):
+    monkeypatch.setattr("surgery.evaluation.suites.COUNTED", 2**12)
+    options = SMALL.model_copy(update={"suites": ("bigrams",), "contexts": (128,), "windows": 32})
+    repeated, others = measurements(Given(tokenizer, options, Data(rare=1e6), 0))
+    read = []
+    base.register_forward_hook(lambda *_: read.append(1))
+    first = repeated.ask(base), others.ask(base)
+    once = len(read)
+    with torch.no_grad():
+        base.backbone.layers[0].mixer.D.add_(0.5)
+    second = repeated.ask(base), others.ask(base)
+    assert len(read) == 2 * once
+    assert all(not np.array_equal(before, after) for before, after in zip(first, second, strict=True))
