@@ -5,6 +5,7 @@ Most layers hold a Mamba-1 mixer that normalises dt, B and C (mamba.py), the oth
 
 from typing import Any
 
+from torch import Tensor
 from transformers.models.jamba.configuration_jamba import JambaConfig
 from transformers.models.jamba.modeling_jamba import JambaForCausalLM, JambaMambaMixer, JambaModel
 
@@ -15,6 +16,9 @@ from .stock import StockBackbone
 
 class JambaHybridMixer(NormedSelectiveMixer, JambaMambaMixer):
     """Keys are B, queries C, values x; a head is a channel."""
+
+    def finish(self, y: Tensor, gate: Tensor) -> Tensor:
+        return super().finish(y, gate).to(gate.dtype)  # its residual stream is never in float32
 
 
 class JambaHybridConfig(JambaConfig):
