@@ -9,8 +9,8 @@ the model is small itself; what the adapters would cover is counted on the whole
 import copy
 import re
 from collections.abc import Callable
-from functools import partial
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +89,7 @@ def _read_options(lora: str | Path) -> tuple[LoraConfig, list[str]]:
         raise UserError(f"cannot read the adapter in {lora}: {str(error).splitlines()[0]}") from error
     if not isinstance(options, LoraConfig):
         raise UserError(f"the adapter in {lora} is of the kind {options.peft_type}; only LoRA is checked")
-    names = options.target_modules or []
+    names: Any = options.target_modules or []
     return options, [names] if isinstance(names, str) else sorted(names)
 
 
