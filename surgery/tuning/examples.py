@@ -126,7 +126,7 @@ class ExampleSource:
             for values in product(*ends):
                 probe = self._probe(entry, dict(zip(entry.options, values, strict=True)))
                 has_evidence |= probe.questions(1, FIRST_SEED)[0].evidence is not None
-        if options.examples and not has_evidence:
+        if not has_evidence:
             raise UserError("tune.hints: no probe of tune.examples says where its answers are; kv, mqar, needle and records do")
 
     def _probe(self, entry: Examples, options: dict[str, Any]) -> Any:

@@ -34,6 +34,7 @@ from surgery.records.recipe import Data, Tune
 from surgery.runtime.files import read_text, write_text
 from surgery.runtime.processes import is_main
 from surgery.runtime.progress import bar, say
+from surgery.splicing.splice import adopt
 from surgery.tuning.examples import ExampleSource, SkillSource
 from surgery.tuning.lora import add_adapters, merge_adapters, save_adapters
 from surgery.tuning.losses import IGNORE, Losses, Part, Weights
@@ -91,15 +92,13 @@ class Batches:
             self.sources, self.tokenizer, self.options.text_tokens, range(step * size, (step + 1) * size), self.seed
         )
         targets = torch.full_like(ids, IGNORE)
-        evidence = None
         if self.pairs is not None:
             documents = None if positions is None else (positions == 0).cumsum(1).numpy()
             before = torch.from_numpy(find_repeats(ids.numpy(), self.pairs, self.data.rare, within=False, documents=documents))
             asked = before.roll(-1, 1)  # from the token before it
             asked[:, -1] = -1
             targets = torch.where(asked >= 0, ids.roll(-1, 1), IGNORE)
-            evidence = torch.stack([asked, asked + 2], -1).masked_fill((asked < 0)[..., None], 0)
-        return Part("text", ids, targets, positions, evidence)
+        return Part("text", ids, targets, positions)
 
     def _count_pairs(self) -> PairCounts:
         """How often bigrams occur in the training text: in the part that is kept back, so that no row was counted."""
@@ -149,17 +148,21 @@ def tune(
     """
     options, data = options or Tune(), data or Data()
     adapted = add_adapters(model, options.lora, seed) if options.lora else []
-    trained = {key: p for key, p in model.named_parameters() if p.requires_grad}
+    trained = trained_parameters(model)
     if not trained:
         raise UserError("there is nothing to tune: splice the model first, or give it adapters (tune.lora)")
     if teacher is None and not hasattr(model, "disable_grafts"):
         raise UserError(f"a {type(model).__name__} is no hybrid; a control needs its base as teacher")
+    teacher = None if teacher is None else adopt(teacher)  # whose class reads packed rows
     dtypes = {key: p.dtype for key, p in trained.items()}
     batches = Batches(tokenizer, options, data, seed)
     started = time.monotonic()
     with torch.random.fork_rng(), learning_in_float32(model, trained):
         run = Run(model, teacher, trained, batches, folder, name)
-        log = run.finish()
+        try:
+            log = run.finish()
+        finally:
+            run.close()
     for key, p in trained.items():
         if p.isfinite().all() and not p.to(dtypes[key]).isfinite().all():
             raise UserError(
@@ -174,10 +177,22 @@ def tune(
     return log
 
 
+def trained_parameters(model: Any) -> dict[str, nn.Parameter]:
+    """What learns, by name: of a hybrid its grafts and adapters (its base's parameters may have a gradient too, since they are
+    shared), of a control whatever has a gradient."""
+    learns = {key: p for key, p in model.named_parameters() if p.requires_grad}
+    added = {key: p for key, p in learns.items() if ".graft." in key or ".lora_" in key}
+    return added if any(".graft." in key for key in added) else learns
+
+
 @contextmanager
 def learning_in_float32(model: Any, trained: dict[str, nn.Parameter]) -> Iterator[None]:
     """Meanwhile what learns is in float32 or wider, and in training mode: grafts, where closed ones need a gradient, and
-    adapters with their dropout. The base has no dropout, as its teacher has none."""
+    adapters with their dropout. Nothing else learns; the base has no dropout, as its teacher has none."""
+    own = {id(p) for p in trained.values()}
+    others = [p for p in model.parameters() if p.requires_grad and id(p) not in own]
+    for parameter in others:
+        parameter.requires_grad_(False)
     for parameter in trained.values():
         parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
     model.eval()
@@ -188,6 +203,8 @@ def learning_in_float32(model: Any, trained: dict[str, nn.Parameter]) -> Iterato
         yield
     finally:
         model.eval()
+        for parameter in others:
+            parameter.requires_grad_(True)
 
 
 class Run:
@@ -213,6 +230,7 @@ class Run:
             options.kl_weight, options.skill_weight, options.bigram_weight, options.hints.weight if options.hints else 0.0
         )
         losses = Losses(model, teacher, weights, torch.bfloat16 if half else None)
+        self.close = losses.close
         optimizer = torch.optim.AdamW(_groups(trained), lr=options.learning_rate, betas=(0.9, 0.95))
         placed = getattr(model, "hf_device_map", None) is None  # otherwise accelerate's hooks know where it belongs
         self.losses = self.accelerator.prepare_model(losses, device_placement=placed)

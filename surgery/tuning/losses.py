@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from surgery.modeling.graft import NATS, Graft, GraftMixer
+from surgery.modeling.reference import at_least_float32
 
 IGNORE = -100
 CHUNK = 2**24  # logits whose divergence is computed at once
@@ -80,6 +81,10 @@ class Losses(nn.Module):
         """dtype: that autocast computes in, if any."""
         super().__init__()
         self.model, self.teacher, self.weights, self.dtype = model, teacher, weights, dtype
+        self.evidence: Tensor | None = None
+        self.missed: list[Tensor] = []
+        grafts = [m.graft for m in model.modules() if isinstance(m, GraftMixer) and m.graft is not None]
+        self.handles = [graft.register_forward_pre_hook(self._watch) for graft in grafts if weights.hints]
 
     def forward(self, part: Part, counts: tuple[float, float]) -> tuple[Tensor, dict[str, Tensor]]:
         """As `losses`, under autocast."""
@@ -90,12 +95,12 @@ class Losses(nn.Module):
         """(the loss to minimise, its terms in nats, without their weights). counts: the numbers of targets and of tokens in the
         whole batch, of which this part may be a share; among several processes, their means."""
         targets, tokens = (max(count, 1e-9) for count in counts)
+        self.evidence, self.missed = (part.evidence if part.kind == "examples" else None), []
         if part.kind == "examples":
-            with self._watch_grafts(part) as missed:
-                logits = self._logits(part, part.targets != IGNORE)
+            logits = self._logits(part, part.targets != IGNORE)
             terms = {"examples": self._entropy(logits, part) / targets}
-            if missed:
-                terms["hints"] = torch.stack(missed).mean() / targets
+            if self.missed:
+                terms["hints"] = torch.stack(self.missed).mean() / targets
         elif part.kind == "skills":
             at = part.targets != IGNORE
             terms = {"skills": kl_divergence(self._logits(part, at), self._teacher_logits(part, at)) / targets}
@@ -121,9 +126,10 @@ class Losses(nn.Module):
 
     def _entropy(self, logits: Tensor, part: Part) -> Tensor:
         """The sum of the cross-entropies at the targets; of none it is 0, and has a gradient."""
+        logits = at_least_float32(logits)
         if not len(logits):
-            return logits.float().sum()
-        return F.cross_entropy(logits.float(), part.targets[part.targets != IGNORE], reduction="sum")
+            return logits.sum()
+        return F.cross_entropy(logits, part.targets[part.targets != IGNORE], reduction="sum")
 
     def _logits(self, part: Part, at: Tensor, teacher: bool = False) -> Tensor:
         """(n, vocabulary) at the positions that are set in `at` (b, t): the head computes no others."""
@@ -141,27 +147,19 @@ class Losses(nn.Module):
         with nullcontext() if self.teacher is not None else as_base(self.model):
             return self._logits(part, at, teacher=True)
 
-    @contextmanager
-    def _watch_grafts(self, part: Part) -> Iterator[list[Tensor]]:
-        """Meanwhile every graft that runs adds what it misses of the evidence, (heads,) summed over the targets."""
-        missed: list[Tensor] = []
-        if not self.weights.hints or part.evidence is None:
-            yield missed
+    def _watch(self, graft: Any, args: tuple) -> None:
+        """A hook before a graft's forward: note what the graft misses of the evidence. Where activations are computed again
+        on the backward pass, it runs again."""
+        if self.evidence is None:
             return
+        mixer, hidden, streams = args[:3]
+        q, k = graft.queries_and_keys(mixer, hidden, streams, None, None, None)
+        self.missed.append(missed_attention(q, k, graft_bias(graft, streams), graft.null, self.evidence).mean())
 
-        def watch(graft: Any, args: tuple) -> None:
-            mixer, hidden, streams = args[:3]
-            bias = graft_bias(graft, streams)
-            q, k = graft.queries_and_keys(mixer, hidden, streams, None, None, None)
-            missed.append(missed_attention(q, k, bias, graft.null, part.evidence).mean())
-
-        grafts = [m.graft for m in self.model.modules() if isinstance(m, GraftMixer) and m.graft is not None]
-        handles = [graft.register_forward_pre_hook(watch) for graft in grafts]
-        try:
-            yield missed
-        finally:
-            for handle in handles:
-                handle.remove()
+    def close(self) -> None:
+        """Take the hooks from the grafts."""
+        for handle in self.handles:
+            handle.remove()
 
 
 @contextmanager

@@ -280,7 +280,7 @@ def _window_hashes(text: str) -> np.ndarray:
     if len(letters) < WINDOW:
         return np.empty(0, np.uint64)
     rng = np.random.default_rng(0)
-    values, base = rng.integers(0, 2**64, 256, np.uint64), np.uint64(rng.integers(0, 2**63) * 2 + 1)
+    values, base = rng.integers(0, 2**64, 256, np.uint64), np.uint64(int(rng.integers(0, 2**63)) * 2 + 1)
     inverse = np.uint64(pow(int(base), -1, 2**64))
     with np.errstate(over="ignore"):
         powers = np.cumprod(np.full(len(letters), base), dtype=np.uint64)

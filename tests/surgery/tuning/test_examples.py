@@ -1,0 +1,102 @@
+"""Training examples: targets are the answers, evidence is where they stand, and what bench keeps for itself is not shown."""
+
+import random
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from surgery.errors import UserError
+from surgery.probes import make_probe
+from surgery.probes.kv import ask_value
+from surgery.probes.toy import key_words
+from surgery.records.recipe import Examples, Hints
+from surgery.tuning.examples import (
+    ExampleSource,
+    SkillSource,
+    dictionary_example,
+    encode_examples,
+    question_example,
+)
+from surgery.tuning.losses import IGNORE
+from tests.surgery.tuning.small import TOKENIZER, few_steps
+
+
+def test_targets_of_dictionaries_are_the_values_that_are_asked_for() -> None:
+    examples = [dictionary_example(random.Random(i), 5, 3) for i in range(4)]
+    part = encode_examples(TOKENIZER, examples)
+    for row, example in enumerate(examples):
+        is_target = part.targets[row] != IGNORE
+        assert TOKENIZER.decode(part.targets[row][is_target]) == "".join(answer for _, answer, _ in example.pieces)
+        assert torch.equal(part.targets[row][is_target], part.ids[row].roll(-1)[is_target])
+        whole = "".join(before + answer for before, answer, _ in example.pieces)
+        assert TOKENIZER.decode(part.ids[row]).startswith(whole)
+
+
+@pytest.mark.parametrize("probe", ["kv", "records", "mqar", "choice", "compare"])
+def test_evidence_holds_what_answers(probe: str) -> None:
+    options: dict[str, Any] = {"pairs": 6} if probe != "choice" else {}
+    questions = make_probe(probe, TOKENIZER, **options).questions(5, 0)
+    part = encode_examples(TOKENIZER, [question_example(question) for question in questions])
+    assert part.evidence is not None
+    for row, question in enumerate(questions):
+        (places,) = torch.unique(part.evidence[row][part.targets[row] != IGNORE], dim=0)
+        span = question.prompt[slice(*question.spans[question.evidence or 0])].strip()
+        assert re.split(r"\W+", span.strip("."))[-1] in TOKENIZER.decode(part.ids[row][slice(*places.tolist())])
+        assert (part.evidence[row][part.targets[row] == IGNORE] == 0).all()
+
+
+def test_a_value_has_the_same_tokens_in_training_and_in_the_probe() -> None:
+    from surgery.probes.encoded import encode
+
+    questions = make_probe("records", TOKENIZER).questions(6, 0)
+    encoded = encode(TOKENIZER, questions)
+    part = encode_examples(TOKENIZER, [question_example(question) for question in questions])
+    for row in range(len(questions)):
+        terms = encoded.terms[(encoded.terms[:, 0] == row) & (encoded.terms[:, 1] == encoded.answers[row])]
+        assert part.targets[row][part.targets[row] != IGNORE].tolist() == terms[:, 3].tolist()
+
+
+def test_only_seen_keys_are_shown_and_steps_differ() -> None:
+    source = ExampleSource(TOKENIZER, few_steps(examples=(Examples(options={"pairs": (20, 40)}),)), seed=1)
+    texts = [TOKENIZER.decode(row) for step in range(4) for row in source.step(step).ids]
+    assert not any(ask_value(key) in text for key in key_words("unseen", 64) for text in texts)
+    assert len(set(texts)) == len(texts)
+    assert torch.equal(source.step(2).ids, ExampleSource(TOKENIZER, source.options, seed=1).step(2).ids)
+    assert not torch.equal(source.step(2).ids, ExampleSource(TOKENIZER, source.options, seed=2).step(2).ids)
+
+
+def test_entries_are_drawn_by_weight_and_numbers_from_ranges() -> None:
+    entries = (Examples(options={"pairs": (2, 3)}, weight=3), Examples(probe="mqar", options={"pairs": 4}))
+    source = ExampleSource(TOKENIZER, few_steps(examples=entries), seed=0)
+    firsts = [TOKENIZER.decode(source.step(step).ids[0]) for step in range(80)]
+    dictionaries = [text for text in firsts if text.startswith("Memorize")]
+    assert 45 < len(dictionaries) < 75
+    assert {text.count(":") - 1 for text in dictionaries} == {2, 3}
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"probe": "mqar", "options": {"pairs": 4}, "queries": 2},
+        {"options": {"pairs": 4, "keys": "unseen"}},
+        {"options": {"pairs": (2, 200)}},
+        {"options": {"nothing": 1}},
+    ],
+)
+def test_examples_that_cannot_be_made_are_refused(entry: dict[str, Any]) -> None:
+    with pytest.raises(UserError):
+        ExampleSource(TOKENIZER, few_steps(examples=(Examples(**entry),)), seed=0)
+
+
+def test_hints_need_evidence() -> None:
+    with pytest.raises(UserError, match="hints"):
+        ExampleSource(TOKENIZER, few_steps(examples=(Examples(probe="knowledge"),), hints=Hints()), seed=0)
+
+
+def test_skills_take_turns() -> None:
+    source = SkillSource(TOKENIZER, [("choice", {}), ("knowledge", {})], seed=0)
+    assert TOKENIZER.decode(source.step(0).ids[0]).startswith("Question")
+    assert not TOKENIZER.decode(source.step(1).ids[0]).startswith("Question")
+    assert source.step(0).kind == "skills"
