@@ -1,5 +1,7 @@
 """Float32 is float64 rounded, and 16 bits are that rounded coarsely: by no more than the rounding of weights explains."""
 
+import re
+
 import torch
 
 from surgery.checking.law import Law, Subject, prepared, rounding
@@ -11,7 +13,7 @@ FIRST = 10  # one in so many tokens is compared where numbers are compared that 
 def cases(s: Subject):
     def run(dtype):
         with torch.no_grad():
-            found = prepared(s.model).to(dtype)(input_ids=s.ids[:1], use_cache=False).logits.double()
+            found = narrowed(s.model, dtype)(input_ids=s.ids[:1], use_cache=False).logits.double()
         right, least = s.right, rounding(s.right.abs().max().item(), s.length, s.layers, torch.float32)
         if compares(s.model.config) and found.isfinite().all():  # the tokens that are nearest: no turn has reached them
             nearest = (found - right).abs().amax(dim=(0, 2)).argsort()[: s.length // FIRST]
@@ -27,6 +29,18 @@ def cases(s: Subject):
 
     dtypes = (torch.float32, torch.bfloat16, torch.float16) if s.exact else (torch.bfloat16, torch.float16)
     return {str(dtype).removeprefix("torch."): lambda dtype=dtype: run(dtype) for dtype in dtypes}
+
+
+def narrowed(model, dtype):
+    """A copy as from_pretrained(dtype=...) gives it: some models keep some weights in float32."""
+    copied = prepared(model).to(dtype)
+    kept = set(model._keep_in_fp32_modules_strict or ()) | set(
+        model._keep_in_fp32_modules or () if dtype is torch.float16 else ()
+    )
+    for name, tensor in (*copied.named_parameters(), *copied.named_buffers()):
+        if dtype is not torch.float32 and any(re.search(rf"(^|\.){pattern}(\.|$)", name) for pattern in kept):
+            tensor.data = tensor.data.float()
+    return copied
 
 
 def compares(config) -> bool:
