@@ -439,7 +439,7 @@ def take(x: Tensor, places: Sequence[int], dim: int) -> Tensor:
     return x.index_select(dim, constant(tuple(places), x.device, torch.long))
 
 
-def constant(values: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
+def constant(values: tuple[float, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
     """Numbers as a vector, copied to a device once and not in every step of decoding."""
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
         return torch.tensor(values, device=device, dtype=dtype)
@@ -447,7 +447,7 @@ def constant(values: tuple[int, ...], device: torch.device, dtype: torch.dtype) 
 
 
 @lru_cache(maxsize=1024)
-def _constant(values: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
+def _constant(values: tuple[float, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
     with torch.inference_mode(False):  # it may be saved for a backward pass later
         return torch.tensor(values, device=device, dtype=dtype)
 

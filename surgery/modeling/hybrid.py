@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, Cache
 from transformers.cache_utils import StaticCache
 
 from .graft import GraftMixer, make_room
+from .layer_graft import put_layer_graft
 
 
 @dataclass(frozen=True)
@@ -60,13 +61,16 @@ class GraftedModel:
 
     def put_graft(self: Any, index: int) -> None:
         """Make room for one graft of the configuration."""
-        entry = self.config.grafts[index]
-        mixer = self.mixer_at(entry["layer"])
-        if entry["kind"] != "head":
-            raise ValueError(f"a graft of kind '{entry['kind']}' went with version 0.30")
+        entry, place = self.config.grafts[index], self.config.num_hidden_layers + 2 * index
+        mixer, kind = self.mixer_at(entry["layer"]), entry.get("kind", "head")
+        if kind not in ("head", "layer"):
+            raise ValueError(f"a graft of kind '{kind}' went with version 0.30")
         if mixer is None:
             raise ValueError(f"layer {entry['layer']} holds no mixer that can be grafted")
-        mixer.put_graft(entry, self.config.num_hidden_layers + 2 * index)
+        if kind == "layer":
+            put_layer_graft(self.base_model.layers[entry["layer"]], mixer, self.config.hidden_size, entry, place)
+        else:
+            mixer.put_graft(entry, place)
 
     def mixer_at(self: Any, layer: int) -> Any:
         """The mixer of a layer that can be grafted, or None."""

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from torch import nn
 
 from surgery.errors import UserError
+from surgery.modeling.layer_graft import LayerGraftMixer
 from surgery.records.site import Site
 
 Kind = Literal["ssm", "attention"]
@@ -163,11 +164,12 @@ def _measure(model: Any, layer: int, kind: Kind | None, outs: tuple[str, ...], m
     text = model.config.get_text_config(decoder=True)
     weight = out.base_layer.weight if hasattr(out, "base_layer") else out.weight
     columns = getattr(out, "in_features", weight.shape[-1])
+    types = getattr(text, "layer_types", None)
+    if isinstance(module, LayerGraftMixer):
+        kind = "attention"
+    elif types and types[layer] == "linear_attention":  # wherever it is (Kimi Linear has it under self_attn)
+        kind = "ssm"
     kind = kind or ("attention" if hasattr(module, "q_proj") else "ssm")
-    if kind == "attention" and not hasattr(module, "num_key_value_heads"):
-        types = getattr(text, "layer_types", None) or {}
-        linear = types and types[layer] == "linear_attention"  # whatever it is called (Kimi Linear)
-        kind = "ssm" if linear and not hasattr(module, "layer_graft") else kind
     width = next((int(size) for name in WIDTHS[kind] if (size := getattr(module, name, None))), None)
     if width is None:
         width = 1 if kind == "ssm" else columns // text.num_attention_heads

@@ -17,8 +17,10 @@ from torch import Tensor, nn
 from surgery.errors import UserError
 from surgery.modeling import FAMILIES, family_of
 from surgery.modeling.graft import ABSENT, NATS, ChannelGraft, is_plain
+from surgery.modeling.layer_graft import LayerGraftMixer
 from surgery.records.plan import Plan, Start
 from surgery.records.site import Site
+from surgery.splicing.donor import LayerStart, check_layer, fill_layer, layer_starts
 
 OWN = ("model_type", "architectures", "grafts", "auto_map")  # fields whose values differ between base and hybrid
 CHOSEN = ("_attn_implementation_internal", "_experts_implementation_internal", "_name_or_path")
@@ -36,11 +38,12 @@ def adopt(model: Any) -> Any:
     return contain(model, family.hybrid, convert(model.config, family.hybrid.config_class, []))
 
 
-def splice(model: Any, plan: Plan) -> Any:
+def splice(model: Any, plan: Plan, donor: Any = None) -> Any:
     """The hybrid of a base and a plan: the base's own modules, which no longer learn, and grafts with their first weights,
     which do.
 
-    The base may bring grafts in other layers. Raises UserError for a model of no family, and for sites that cannot be grafted.
+    The base may bring grafts in other layers. donor: an open Transformer in the place of the one that the plan names. Raises
+    UserError for a model of no family, and for sites that cannot be grafted.
     """
     family = family_of(model.config)
     if family is None:
@@ -50,16 +53,26 @@ def splice(model: Any, plan: Plan) -> Any:
         if site.layer in {entry["layer"] for entry in brought}:
             raise UserError(f"{site} holds a graft already; unsplice the model first")
     hybrid = contain(model, family.hybrid, convert(model.config, family.hybrid.config_class, brought))
-    entries = [describe(hybrid, site, plan) for site in plan.sites]
+    layers: dict[int, LayerStart] = {}
+    if plan.kind == "layer":
+        for site in plan.sites:
+            check_layer(hybrid, site)
+        layers = layer_starts(hybrid.config.hidden_size, plan, donor)
+    entries = [each.entry for each in layers.values()] or [describe(hybrid, site, plan) for site in plan.sites]
     for parameter in hybrid.parameters():
         parameter.requires_grad_(False)
     for entry in entries:
+        own = hybrid.mixer_at(entry["layer"])
         hybrid.config.grafts.append(entry)
         hybrid.put_graft(len(hybrid.config.grafts) - 1)
         mixer = hybrid.mixer_at(entry["layer"])
-        with fetched(mixer):
-            start(mixer, plan)
-            mixer.graft.to(mixer.out_proj.weight.device, graft_dtype(hybrid, mixer.out_proj)).train(model.training)
+        with fetched(own):
+            if layers:
+                mixer.replaced = [own]
+                fill_layer(mixer.graft, layers[entry["layer"]], plan.seed)
+            else:
+                start(mixer, plan)
+            mixer.graft.to(own.out_proj.weight.device, graft_dtype(hybrid, own.out_proj)).train(model.training)
     return hybrid
 
 
@@ -69,6 +82,9 @@ def unsplice(hybrid: Any) -> Any:
     family = family_of(hybrid.config)
     if family is None or not isinstance(hybrid, family.hybrid):
         raise UserError(f"a {type(hybrid).__name__} is no hybrid; unsplice takes one, without PEFT's wrapper around it")
+    own = [hybrid.mixer_at(entry["layer"]) for entry in hybrid.config.grafts if not entry.get("of_base")]
+    if any(isinstance(mixer, LayerGraftMixer) and not mixer.replaced for mixer in own):
+        raise UserError("the folder of a hybrid does not hold what a layer graft replaced; load the base instead")
     beneath = [{k: v for k, v in entry.items() if k != "of_base"} for entry in hybrid.config.grafts if entry.get("of_base")]
     kind = family.hybrid if beneath else family.base
     base = contain(hybrid, kind, convert(hybrid.config, kind.config_class, beneath), with_adapters=False)
@@ -156,8 +172,15 @@ def contain(source: Any, kind: Any, config: Any, with_adapters: bool = True) -> 
     with torch.device("meta"):
         model = kind(config)
     modules = dict(source.named_modules())
+    for name, module in source.named_modules():  # what layer grafts have replaced is there as well
+        for mixer in module.replaced if isinstance(module, LayerGraftMixer) else ():
+            modules = {f"{name}.{part}": each for part, each in mixer.named_modules() if part} | modules
     for name, module in list(model.named_modules()):
         theirs = modules.get(name)
+        if isinstance(module, LayerGraftMixer):
+            module.replaced = theirs.replaced
+        elif isinstance(theirs, LayerGraftMixer):
+            (theirs,) = theirs.replaced
         if theirs is None:
             raise UserError(f"the {source.config.model_type} lacks the module '{name}' of a {config.model_type}")
         if next(module.children(), None) is None:

@@ -220,11 +220,11 @@ def test_saved_and_loaded_is_live(name: str, tmp_path: Any) -> None:
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert type(loaded) is type(hybrid)
     assert fingerprint(loaded) == fingerprint(hybrid)
-    assert torch.equal(logits(loaded, ids), logits(hybrid, ids))
+    assert_same(logits(loaded, ids), logits(hybrid, ids), 2e-6)  # experts are computed in another way
     backbone = AutoModel.from_pretrained(tmp_path)
     with torch.no_grad():
         ours = hybrid.base_model(ids, use_cache=False).last_hidden_state
-        assert torch.equal(backbone(ids, use_cache=False).last_hidden_state, ours)
+        assert_same(backbone(ids, use_cache=False).last_hidden_state, ours, 2e-6)
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "kimi_linear"])
