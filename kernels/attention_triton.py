@@ -55,7 +55,7 @@ def attend_triton(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, null: Tensor | None, mask: Tensor | None, seq_idx: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Arguments and results as of ATTEND (attention.py)."""
-    (b, h, t, _), s, p = q.shape, k.shape[2], v.shape[3]
+    (b, h), s, p = q.shape[:2], k.shape[2], v.shape[3]
     if mask is not None:
         absent = torch.zeros(b, 1, s, dtype=torch.float32, device=q.device).masked_fill(~mask[:, None], -math.inf)
         bias = absent if bias is None else bias + absent
@@ -160,7 +160,7 @@ def _launch(kernel: Any, tokens: int, backward: bool, q, k, v, bias, null, first
 
 
 def _jit(kernel: Callable[..., Any]) -> Any:
-    return kernel if triton is None else triton.jit(kernel)
+    return kernel if triton is None else triton.jit(kernel, do_not_specialize=["H", "T", "S", "W", "P"])
 
 
 @_jit

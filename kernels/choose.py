@@ -12,10 +12,13 @@ argument `backend` of a call. A backend that was asked for and cannot serve is a
 
 import os
 import re
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
+from importlib.util import find_spec, module_from_spec
 from threading import Thread
 from typing import Any, ClassVar
 
@@ -264,6 +267,25 @@ def not_for_cuda_package(x: Tensor, *_: Any) -> str | None:
     if not on_gpu(x):
         return "it runs on CUDA devices"
     return "it computes in float32" if x.dtype == torch.float64 else None
+
+
+def import_alone(name: str) -> Any:
+    """A module of a package. Where the package itself cannot be imported because a compiled part of it is missing, which what is
+    in Triton does not need, the module alone."""
+    try:
+        return import_module(name)
+    except ImportError:
+        package = name.partition(".")[0]
+        spec = find_spec(package)
+        if spec is None:
+            raise
+        for left in [known for known in sys.modules if known == package or known.startswith(f"{package}.")]:
+            del sys.modules[left]
+        sys.modules[package] = module_from_spec(spec)  # it is not executed
+        try:
+            return import_module(name)
+        finally:
+            del sys.modules[package]
 
 
 @cache

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surgery.kernels.choose import Backend, Operation, hub, not_for_cuda_package
+from surgery.kernels.choose import Backend, Operation, hub, import_alone, not_for_cuda_package
 from surgery.kernels.functions import result_dtype, transformed
 from surgery.kernels.native import refuses, step_refuses
 from surgery.kernels.selective_chunked import run as run_chunked
@@ -174,7 +174,7 @@ SELECTIVE_STEP = Operation(
     1,
     Backend(
         "mamba_ssm",
-        _step_by_triton(lambda: import_module("mamba_ssm.ops.triton.selective_state_update")),
+        _step_by_triton(lambda: import_alone("mamba_ssm.ops.triton.selective_state_update")),
         lambda state, x, *rest: not_for_cuda_package(x),
         probed=True,
         by_size=True,

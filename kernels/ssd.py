@@ -11,13 +11,12 @@ tested against it. The time step is given ready for use: softplus, bias and limi
 """
 
 from collections.abc import Callable
-from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from surgery.kernels.choose import Backend, Operation, hub, not_for_cuda_package
+from surgery.kernels.choose import Backend, Operation, hub, import_alone, not_for_cuda_package
 from surgery.kernels.functions import on_gpu, result_dtype, transformed
 from surgery.kernels.native import step_refuses
 from surgery.kernels.ssd_chunked import chunked_scan
@@ -125,7 +124,7 @@ SSD_SCAN = Operation(
     2,
     Backend(
         "mamba_ssm",
-        _by_triton(lambda: import_module("mamba_ssm.ops.triton.ssd_combined")),
+        _by_triton(lambda: import_alone("mamba_ssm.ops.triton.ssd_combined")),
         not_for_cuda_package,
         probed=True,
         by_size=True,
@@ -179,7 +178,7 @@ SSD_STEP = Operation(
     1,
     Backend(
         "mamba_ssm",
-        _step_by_triton(lambda: import_module("mamba_ssm.ops.triton.selective_state_update")),
+        _step_by_triton(lambda: import_alone("mamba_ssm.ops.triton.selective_state_update")),
         lambda state, x, *rest: not_for_cuda_package(x),
         probed=True,
         by_size=True,

@@ -87,7 +87,7 @@ def versions(record: Record) -> None:
     if record.device.type == "cuda":
         properties = torch.cuda.get_device_properties(0)
         shared = getattr(properties, "shared_memory_per_block_optin", None)
-        record.say("card", name=properties.name, memory=properties.total_memory, shared_memory_per_block=shared)
+        record.say("card", card=properties.name, memory=properties.total_memory, shared_memory_per_block=shared)
     for package in PACKAGES:
         try:
             module = importlib.import_module(package)
@@ -194,7 +194,7 @@ def smoke(record: Record) -> None:
         from surgery.probes import make_probe
 
         began = time.perf_counter()
-        questions = make_probe("kv", tokenizer).questions(16, 0)
+        questions = make_probe("kv", tokenizer, pairs=8).questions(16, 0)
         ranking = surgery.locate(model, tokenizer, questions)
         record.say("locate", leads=str(ranking.heads[0].site), seconds=round(time.perf_counter() - began, 2))
     hybrid = surgery.splice(model, surgery.Plan(sites=("L1.H0", "L2.H3")))
@@ -396,10 +396,16 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=540)
     parser.add_argument("--only", nargs="*", choices=PARTS, default=[*PARTS])
     parser.add_argument("--rehearse", action="store_true")
+    parser.add_argument("--quick", action="store_true", help="mamba_ssm tries one configuration of each kernel, not dozens")
     options = parser.parse_args()
     if not options.rehearse and not torch.cuda.is_available():
         print("no GPU that torch can use is here (a driver older than torch's CUDA counts as none); --rehearse runs on the CPU")
         return 2
+    if options.quick:
+        with contextlib.suppress(ImportError):
+            from surgery.kernels.choose import import_alone
+
+            import_alone("mamba_ssm.utils.determinism").autotune_configs = lambda configs: configs[:1]
     record = Record(options.out, "cpu" if options.rehearse else "cuda", options.rehearse)
     began = time.monotonic()
     for name in options.only:
