@@ -27,7 +27,7 @@ SMALL = 60  # lines of a file that may be a crumb
 ROWS = {
     "source_lines": "lines of source (surgery, kernels, tools)",
     "test_lines": "lines of tests",
-    "files": "files of source",
+    "files": "files of source, empty ones not counted",
     "small_files": f"files of source under {SMALL} lines",
     "folders": "folders of surgery",
     "median_function": "lines of a function, median",
@@ -132,7 +132,7 @@ def measure_sizes(checkout: Path) -> dict[str, float]:
     return {
         "source_lines": sum(sizes),
         "test_lines": count_lines(tests),
-        "files": len(files),
+        "files": sum(size > 0 for size in sizes),
         "small_files": sum(0 < size < SMALL for size in sizes),
         "folders": len(folders - {checkout / "surgery"}),
         "median_function": statistics.median(function_lengths(files)),
