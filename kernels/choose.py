@@ -279,8 +279,6 @@ def import_alone(name: str) -> Any:
         spec = find_spec(package)
         if spec is None:
             raise
-        for left in [known for known in sys.modules if known == package or known.startswith(f"{package}.")]:
-            del sys.modules[left]
         sys.modules[package] = module_from_spec(spec)  # it is not executed
         try:
             return import_module(name)
