@@ -118,8 +118,10 @@ class HybridLanguageModel(GraftedModel):
     cache_name = "past_key_values"
 
     def graft_parameters(self: Any) -> dict[str, nn.Parameter]:
-        """The parameters of the grafts, by name: what splice added."""
-        return {name: p for name, p in self.named_parameters() if ".graft." in name}
+        """The parameters of the grafts, by name: what splice added, and not what came with the base."""
+        mixers = [self.mixer_at(entry["layer"]) for entry in self.config.grafts if not entry.get("of_base")]
+        own = {id(parameter) for mixer in mixers for parameter in mixer.graft.parameters()}
+        return {name: parameter for name, parameter in self.named_parameters() if id(parameter) in own}
 
     def print_trainable_parameters(self: Any) -> None:
         """Say how many parameters learn, as PEFT does."""

@@ -119,11 +119,12 @@ def open_folder(folder: Path, dtype: torch.dtype | None, device: str, spread: bo
                 raise UserError(f"cannot load {folder}: {kind.replace('_', ' ')}: {sorted(map(str, report[kind]))[0]}")
         if whole and hasattr(model, "hf_device_map"):
             del model.hf_device_map  # it is in one piece, and may be moved
-    grafts = getattr(model.config, "grafts", None) or []
-    if any(not entry.get("of_base") for entry in grafts):  # a hybrid: its base does not learn
-        for parameter_name, parameter in model.named_parameters():
-            parameter.requires_grad_(".graft." in parameter_name)
-    return adopt(model)
+    model = adopt(model)
+    if any(not entry.get("of_base") for entry in getattr(model.config, "grafts", None) or []):  # the base of a hybrid is frozen
+        own = set(model.graft_parameters())
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name in own)
+    return model
 
 
 def find_folder(name: str | Path, revision: str | None = None) -> Path:
