@@ -35,7 +35,7 @@ WIDEST = 256  # of queries and keys; values are taken in pieces
 PIECE = 128  # columns of a value
 SHARED = 101_376  # bytes that a block may have where nothing says more: RTX 30, 40 and 50, A10, A6000
 # (queries, keys, warps, stages) of a tile, the fastest first (recipes/evidence/gpu).
-TILES = ((128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1))
+TILES = ((128, 64, 4, 3), (128, 64, 4, 2), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1))
 
 
 def not_for_triton(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor | None) -> str | None:
