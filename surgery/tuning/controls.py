@@ -102,18 +102,16 @@ class InitialState(nn.Module):
     def forward(self, mixer: Any, streams: Streams, y: Tensor) -> Tensor:
         """y (b, t, h, p), with what the state adds."""
 
-        def prepend(first: Tensor, rest: Tensor | None) -> Tensor | None:
-            if rest is None:
-                return None
+        def prepend(first: Tensor, rest: Tensor) -> Tensor:
             return torch.cat([first.to(rest).expand(len(rest), 1, *rest.shape[2:]), rest], dim=1)
 
-        ones = torch.ones((), device=y.device)
+        zero, one = torch.zeros((), device=y.device), torch.ones((), device=y.device)
         begun = replace(
             streams,
             x=prepend(self.x0, torch.zeros_like(streams.x)),
             k=prepend(self.k0, streams.k),
-            q=prepend(0 * ones, streams.q),
-            write=prepend(ones, streams.write),
-            decay=prepend(0 * ones, streams.decay),
+            q=prepend(zero, streams.q),
+            write=None if streams.write is None else prepend(one, streams.write),
+            decay=None if streams.decay is None else prepend(zero, streams.decay),
         )
         return y + mixer.scan(begun)[:, 1:]

@@ -1,13 +1,15 @@
-"""Training examples: questions of probes with their answers, as rows of tokens with targets.
+"""What a step of tuning sees: questions of probes with their answers, as rows of tokens with targets, and text.
 
 What a step sees depends on the seed and its number alone. The seeds of its questions are beyond those of recipes, which
 locating and bench use, and its keys and facts are not those that bench keeps for itself (probes.training_options).
 """
 
 import dataclasses
+import hashlib
 import random
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, product
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,14 +19,19 @@ from transformers import PreTrainedTokenizerBase
 from surgery.errors import UserError
 from surgery.models.tokens import divided, encode_continuations, encode_prompts, summary, token_spans
 from surgery.probes import make_probe, probe_class, training_options
+from surgery.probes.bigrams import PairCounts, find_repeats
 from surgery.probes.kv import OPENING, ask_value, draw_dictionary
 from surgery.probes.question import Question, with_spans
-from surgery.records.recipe import Examples, Tune
+from surgery.records.recipe import TOY, Data, Examples, Tune
+from surgery.runtime.files import read_text
 from surgery.tuning.losses import IGNORE, Part
+from surgery.tuning.text import Source, check_apart, open_text, text_rows
 
 QUERIES = 8  # questions after a dictionary
 FIRST_SEED = 1 << 63
 SKILL_ROWS = 8  # questions about other skills in a step
+COUNTED = 2**17  # tokens of text in which bigrams are counted
+MEASURED = 2**22  # characters of held-out text that are looked for in the training text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +145,7 @@ class ExampleSource:
         entries = self.options.examples
         (entry,) = rng.choices(entries, [each.weight for each in entries])
         between = {field.name for field in dataclasses.fields(probe_class(entry.probe)) if isinstance(field.default, float)}
-        drawn = {
+        drawn: dict[str, Any] = {
             name: (rng.uniform if name in between else rng.randint)(*value) if isinstance(value, list | tuple) else value
             for name, value in entry.options.items()
         }
@@ -172,3 +179,70 @@ def draw_questions(probe: Any, count: int, rng: random.Random) -> list[Question]
     """`count` questions of a probe, from a seed beyond those of recipes; again from the first where a probe has fewer."""
     questions = probe.questions(count, FIRST_SEED + rng.getrandbits(63))
     return [questions[i % len(questions)] for i in range(count)]
+
+
+class Batches:
+    """What each step sees."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, options: Tune, data: Data, seed: int):
+        """Raises UserError for examples, text or skills that cannot be read."""
+        self.tokenizer, self.options, self.data, self.seed = tokenizer, options, data, seed
+        self.sources: list[Source] = open_text(data.train_text, data.column) if options.text_batch_size else []
+        if data.held_out_text != TOY and any(source.name != TOY for source in self.sources):
+            held_out = "\n".join(open_text([data.held_out_text], data.column)[0].documents)
+            check_apart(held_out, self.sources, MEASURED)
+        self.examples = ExampleSource(tokenizer, options, seed)
+        skills = data_skills(data) if options.skill_weight else []
+        self.skills = SkillSource(tokenizer, skills, seed) if skills else None
+        self.pairs = self._count_pairs() if options.bigram_weight else None
+
+    def step(self, step: int) -> list[Part]:
+        """Up to three parts: examples, text, skills."""
+        parts = [self.examples.step(step)] if self.options.examples else []
+        if self.skills is not None:
+            parts.append(self.skills.step(step))
+        if self.options.text_batch_size and (self.options.kl_weight or self.options.bigram_weight):
+            parts.append(self.text(step))
+        return parts
+
+    def text(self, step: int) -> Part:
+        """Rows of text, whose targets are the tokens that complete repeated rare bigrams, where these have a weight."""
+        size = self.options.text_batch_size
+        ids, positions = text_rows(
+            self.sources, self.tokenizer, self.options.text_tokens, range(step * size, (step + 1) * size), self.seed
+        )
+        targets = torch.full_like(ids, IGNORE)
+        if self.pairs is not None:
+            documents = None if positions is None else (positions == 0).cumsum(1).numpy()
+            before = torch.from_numpy(find_repeats(ids.numpy(), self.pairs, self.data.rare, within=False, documents=documents))
+            asked = before.roll(-1, 1)  # from the token before it
+            asked[:, -1] = -1
+            targets = torch.where(asked >= 0, ids.roll(-1, 1), IGNORE)
+        return Part("text", ids, targets, positions)
+
+    def _count_pairs(self) -> PairCounts:
+        """How often bigrams occur in the training text: in the part that is kept back, so that no row was counted."""
+        rows, _ = text_rows(self.sources, self.tokenizer, 256, range(COUNTED // 256), 0, kept_back=True)
+        return PairCounts(list(rows.numpy()))
+
+    def inputs(self) -> dict[str, Any]:
+        """What the batches depend on, by content: of files, not what they are called but what they hold."""
+        read = {source: _file_digest(source) for entry in self.options.examples for source in _files_of(entry.options)}
+        facts = {self.data.facts: _file_digest(self.data.facts)} if self.skills is not None else {}
+        return {"text": [source.digest for source in self.sources], "read": read | facts}
+
+
+def data_skills(data: Data) -> list[tuple[str, dict[str, Any]]]:
+    """The probes of data.skills with their options."""
+    names = ("choice", "knowledge") if data.skills == "auto" else data.skills
+    return [(name, {"source": data.facts} if name in ("choice", "knowledge") else {}) for name in names]
+
+
+def _files_of(options: dict[str, Any]) -> list[str]:
+    """Files that a probe's options name."""
+    values = [each for value in options.values() for each in (value if isinstance(value, list | tuple) else [value])]
+    return [value for value in values if isinstance(value, str) and Path(value).is_file()]
+
+
+def _file_digest(path: str) -> str:
+    return hashlib.sha256(read_text(path).encode()).hexdigest() if Path(path).is_file() else path

@@ -29,22 +29,19 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from surgery.errors import UserError
-from surgery.probes.bigrams import PairCounts, find_repeats
 from surgery.records.recipe import Data, Tune
 from surgery.runtime.files import read_text, write_text
 from surgery.runtime.processes import is_main
 from surgery.runtime.progress import bar, say
 from surgery.splicing.splice import adopt
-from surgery.tuning.examples import ExampleSource, SkillSource
+from surgery.tuning.examples import Batches, ExampleSource
 from surgery.tuning.lora import add_adapters, merge_adapters, save_adapters
-from surgery.tuning.losses import IGNORE, Losses, Part, Weights
+from surgery.tuning.losses import Losses, Weights
 from surgery.tuning.stopping import EXAMPLES, Watcher
-from surgery.tuning.text import Source, open_text, text_rows
 
 VERSION = 5  # of the steps: a run that another version began cannot be resumed
 WEIGHT_DECAY = 0.01  # of matrices and convolution filters
 CLIP = 1.0  # the largest norm of the gradient
-COUNTED = 2**17  # tokens of text in which bigrams are counted
 KEPT_BACK_SEED = 40_009  # added to the run's for examples that are kept back
 STATE, WEIGHTS, LOG = "state.json", "trained.safetensors", "log.jsonl"
 
@@ -57,75 +54,6 @@ class TuningLog:
     steps: list[dict[str, float]] = field(default_factory=list)
     flat: int | None = None
     seconds: float = 0.0
-
-    def final(self, name: str, last: int = 10) -> float:
-        """The mean of a loss over the last steps; NaN where there is none."""
-        values = [record[name] for record in self.steps[-last:] if name in record]
-        return sum(values) / len(values) if values else math.nan
-
-
-class Batches:
-    """What each step sees."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, options: Tune, data: Data, seed: int):
-        """Raises UserError for examples, text or skills that cannot be read."""
-        self.tokenizer, self.options, self.data, self.seed = tokenizer, options, data, seed
-        self.sources: list[Source] = open_text(data.train_text, data.column) if options.text_batch_size else []
-        self.examples = ExampleSource(tokenizer, options, seed)
-        skills = data_skills(data) if options.skill_weight else []
-        self.skills = SkillSource(tokenizer, skills, seed) if skills else None
-        self.pairs = self._count_pairs() if options.bigram_weight else None
-
-    def step(self, step: int) -> list[Part]:
-        """Up to three parts: examples, text, skills."""
-        parts = [self.examples.step(step)] if self.options.examples else []
-        if self.skills is not None:
-            parts.append(self.skills.step(step))
-        if self.options.text_batch_size and (self.options.kl_weight or self.options.bigram_weight):
-            parts.append(self.text(step))
-        return parts
-
-    def text(self, step: int) -> Part:
-        """Rows of text, whose targets are the tokens that complete repeated rare bigrams, where these have a weight."""
-        size = self.options.text_batch_size
-        ids, positions = text_rows(
-            self.sources, self.tokenizer, self.options.text_tokens, range(step * size, (step + 1) * size), self.seed
-        )
-        targets = torch.full_like(ids, IGNORE)
-        if self.pairs is not None:
-            documents = None if positions is None else (positions == 0).cumsum(1).numpy()
-            before = torch.from_numpy(find_repeats(ids.numpy(), self.pairs, self.data.rare, within=False, documents=documents))
-            asked = before.roll(-1, 1)  # from the token before it
-            asked[:, -1] = -1
-            targets = torch.where(asked >= 0, ids.roll(-1, 1), IGNORE)
-        return Part("text", ids, targets, positions)
-
-    def _count_pairs(self) -> PairCounts:
-        """How often bigrams occur in the training text: in the part that is kept back, so that no row was counted."""
-        rows, _ = text_rows(self.sources, self.tokenizer, 256, range(COUNTED // 256), 0, kept_back=True)
-        return PairCounts(list(rows.numpy()))
-
-    def inputs(self) -> dict[str, Any]:
-        """What the batches depend on, by content: of files, not what they are called but what they hold."""
-        read = {source: _file_digest(source) for entry in self.options.examples for source in _files_of(entry.options)}
-        facts = {self.data.facts: _file_digest(self.data.facts)} if self.skills is not None else {}
-        return {"text": [source.digest for source in self.sources], "read": read | facts}
-
-
-def data_skills(data: Data) -> list[tuple[str, dict[str, Any]]]:
-    """The probes of data.skills with their options."""
-    names = ("choice", "knowledge") if data.skills == "auto" else data.skills
-    return [(name, {"source": data.facts} if name in ("choice", "knowledge") else {}) for name in names]
-
-
-def _files_of(options: dict[str, Any]) -> list[str]:
-    """Files that a probe's options name."""
-    values = [each for value in options.values() for each in (value if isinstance(value, list | tuple) else [value])]
-    return [value for value in values if isinstance(value, str) and Path(value).is_file()]
-
-
-def _file_digest(path: str) -> str:
-    return hashlib.sha256(read_text(path).encode()).hexdigest() if Path(path).is_file() else path
 
 
 def tune(
@@ -241,7 +169,7 @@ class Run:
         self.watcher = Watcher(options, lambda: self._measure(held_out))
         self.settings = self._settings()
         if options.report_to:
-            self.accelerator.init_trackers("mamba-surgery", config={"name": name, **_flat(options.model_dump(mode="json"))})
+            self.accelerator.init_trackers(name)
 
     def _settings(self) -> dict[str, Any]:
         """What a checkpoint depends on."""
@@ -427,14 +355,6 @@ def differences(mine: dict[str, Any], other: dict[str, Any], place: str = "") ->
             yield from differences(a, b, f"{place}{key}.")
         elif a != b:
             yield f"{place}{key}"
-
-
-def _flat(tree: dict[str, Any], place: str = "") -> dict[str, Any]:
-    """A tree of settings with dotted names, as trackers take it."""
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        flat |= _flat(value, f"{place}{key}.") if isinstance(value, dict) else {f"{place}{key}": str(value)}
-    return flat
 
 
 @contextmanager
