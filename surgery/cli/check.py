@@ -1,13 +1,16 @@
 """surgery check"""
 
+import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from surgery.cli.options import AsJson, Trust, check_model
 from surgery.errors import UserError
-from surgery.runtime.listing import list_modules
+from surgery.runtime.listing import list_modules, list_table
+
+DTYPES = ("float32", "bfloat16", "float16")
 
 
 def check(
@@ -23,7 +26,9 @@ def check(
         typer.Option("--lora", metavar="TARGETS", help='What adapters reach: "in_proj,out_proj", or an adapter folder.'),
     ] = None,
     show_bytes: Annotated[bool, typer.Option("--bytes", help="Bytes of the cache by length, here and in engines.")] = False,
-    engine: Annotated[str | None, typer.Option("--engine", help="Compare with vllm, llama_cpp or mlx_lm.")] = None,
+    dtype: Annotated[str | None, typer.Option("--dtype", help="With --bytes: what the model computes in.")] = None,
+    batch: Annotated[int, typer.Option("--batch", min=1, help="With --bytes: how many sequences.")] = 1,
+    engine: Annotated[str | None, typer.Option("--engine", help="Compare with vllm, llama.cpp or mlx-lm.")] = None,
     engine_python: Annotated[Path | None, typer.Option("--engine-python", help="The Python that has the engine.")] = None,
     as_json: AsJson = False,
     trust_remote_code: Trust = False,
@@ -43,31 +48,36 @@ def check(
         check_model(model)
     if unknown := [each for each in law if each not in list_modules("checking/laws", "LAW")]:
         raise UserError(f"there is no law '{unknown[0]}'; `surgery list laws` has them")
+    if dtype not in (None, *DTYPES):
+        raise UserError(f"--dtype is '{dtype}'; take one of {', '.join(DTYPES)}")
+    engines = list_table("checking/engines.py", "SCRIPTS")
+    if engine is not None and engine not in engines:
+        raise UserError(f"--engine is '{engine}'; take one of {', '.join(engines)}")
     if engine is not None and (engine_python is None or model is None):
         raise UserError("--engine needs a MODEL, and --engine-python ENVIRONMENT/bin/python, which has the engine")
-    if lora is not None or show_bytes:
-        from surgery.checking.adapters import check_adapters
-        from surgery.checking.bytes import count_cache_bytes, table_of_bytes
-        from surgery.checking.check import open_source
+    from surgery.checking.check import check as check_state
+    from surgery.checking.check import open_source
 
-        source = open_source(model, architecture, trust_remote_code)
-        reached = [] if lora is None else check_adapters(source, lora)
-        for each in reached:
-            print(each)
-        if show_bytes:
-            print(table_of_bytes(count_cache_bytes(source)))
-        wrong = any(each.is_wrong for each in reached)
-    elif engine is not None:
+    shown: list[tuple[str, Any, bool]] = []  # text, JSON, whether something is wrong
+    if lora is not None:
+        from surgery.checking.adapters import check_adapters
+
+        rows = check_adapters(open_source(model, architecture, trust_remote_code), lora)
+        shown.append(("\n".join(map(str, rows)), [vars(row) for row in rows], any(row.is_wrong for row in rows)))
+    if show_bytes:
+        from surgery.checking.bytes import count_cache_bytes, table_of_bytes
+
+        sizes = count_cache_bytes(open_source(model, architecture, trust_remote_code), dtype)
+        shown.append((table_of_bytes(sizes, batch), sizes.rows(batch), False))
+    if engine is not None and model is not None and engine_python is not None:
         from surgery.checking.engines import check_engine
 
-        compared = check_engine(str(model), engine, Path(str(engine_python)), trust_remote_code)
-        print(compared)
-        wrong = not compared.holds
-    else:
-        from surgery.checking.check import check as check_state
-
+        found = check_engine(model, engine, engine_python, trust_remote_code)
+        shown.append((str(found), vars(found), not found.holds))
+    if not shown:
         report = check_state(model, architecture=architecture, full=full, only=tuple(law), trust_remote_code=trust_remote_code)
-        print(report.to_json() if as_json else report.table())
-        wrong = bool(report.wrong)
-    if wrong:
+        shown.append((report.table(), json.loads(report.to_json()), bool(report.wrong)))
+    told = [each for _, each, _ in shown]
+    print(json.dumps(told[0] if len(told) == 1 else told, indent=2) if as_json else "\n\n".join(text for text, _, _ in shown))
+    if any(wrong for _, _, wrong in shown):
         raise typer.Exit(1)
