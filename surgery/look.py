@@ -148,7 +148,7 @@ def look(
     if kept.is_file():
         with contextlib.suppress(UserError):  # of another version, or damaged
             return Look.read(kept)
-    seen = _measure(model, tokenizer, text, name or Path(model.name_or_path).name, print_, seed)
+    seen = _measure(model, tokenizer, text, name or Path(str(model.name_or_path)).name, print_, seed)
     with contextlib.suppress(UserError):  # no place to keep it
         seen.write(kept)
     return seen

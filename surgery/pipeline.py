@@ -60,18 +60,19 @@ def run(
             trust_remote_code=trust_remote_code,
         )
         # What every stage depends on: the weights, the contents of files, the seed.
-        known = [fingerprint(base), len(tokenizer), {str(path): file_digest(path) for path in recipe.data_files()}, recipe.seed]
+        print_ = fingerprint(base)
+        known = [print_, len(tokenizer), {str(path): file_digest(path) for path in recipe.data_files()}, recipe.seed]
         if is_main():
             output.write("recipe.yaml", recipe_text(recipe))
         located = [*known, recipe.locate.model_dump()]
-        ranking = once(output, "ranking.json", located, Ranking, lambda: locate_heads(base, tokenizer, recipe, known[0]))
+        ranking = once(output, "ranking.json", located, Ranking, lambda: locate_heads(base, tokenizer, recipe, print_))
         say(f"locate: {ranking.circuit.sentence if ranking.circuit else f'{ranking.heads[0].site} leads'}")
         planned = [*located, recipe.plan.model_dump(), recipe.data.model_dump(), recipe.tune.text_tokens]
-        plan = once(output, "plan.json", planned, Plan, lambda: choose_plan(base, tokenizer, ranking, recipe, known[0]))
+        plan = once(output, "plan.json", planned, Plan, lambda: choose_plan(base, tokenizer, ranking, recipe, print_))
         say(f"plan: attention at {', '.join(map(str, plan.sites))}")
         tuned = [*planned, recipe.tune.model_dump()]
         finished = [*tuned, recipe.bench.model_dump()]
-        if is_main() and output.is_made("report.json", finished) and (Path(out) / "hybrid" / "export.json").exists():
+        if on_main(lambda: output.is_made("report.json", finished)):
             say(f"{out} is finished; nothing has changed")
             return Report.read(Path(out) / "report.json")
         models, trained = make_models(base, tokenizer, ranking, plan, recipe)

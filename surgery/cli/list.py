@@ -47,8 +47,8 @@ def _names(kind: str) -> dict[str, str]:
         return {name: FORMATS_ABOUT.get(name, "") for name in list_table("exporting/export.py", "FORMATS")}
     if kind in ("suites", "controls"):
         return list_table(f"evaluation/{kind}.py", kind.upper())
-    folder, marker = {"probes": ("probes", "PROBE"), "families": ("modeling", "FAMILY"), "laws": ("checking/laws", "LAW")}[kind]
-    return list_modules(folder, marker)
+    places = {"probes": ("probes", "PROBE"), "families": ("modeling", "FAMILY"), "laws": ("checking/laws", "LAW")}
+    return list_modules(*places[kind])
 
 
 FORMATS_ABOUT = {

@@ -10,6 +10,7 @@ import os
 import sys
 import zlib
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save
@@ -27,7 +28,7 @@ def make_prompts(vocabulary: int, verify: str) -> list[Tensor]:
 
 
 @torch.inference_mode()
-def answer(model: PreTrainedModel, vocabulary: int, verify: str) -> dict[str, Tensor]:
+def answer(model: Any, vocabulary: int, verify: str) -> dict[str, Tensor]:
     """`prompt 17`: logits (t, V) at all places of a prompt of 17 tokens, without a cache. `batch` (b, new, V) and `tokens`
     (b, new): of greedy decoding with a cache, all prompts in one left-padded batch. In float32, on the CPU."""
     model, prompts = model.eval(), make_prompts(vocabulary, verify)
@@ -76,7 +77,7 @@ def main() -> None:
         model = AutoModelForCausalLM.from_pretrained(request["folder"], trust_remote_code=True, dtype="auto")
         tokenizer = AutoTokenizer.from_pretrained(request["folder"], trust_remote_code=True)
     sums = checksums(model)
-    model = model.to(device=request["device"], dtype=getattr(torch, request["dtype"]))
+    model = model.to(request["device"], getattr(torch, request["dtype"]))
     answers = {name: value.contiguous() for name, value in answer(model, len(tokenizer), request["verify"]).items()}
     with os.fdopen(out, "wb") as file:
         file.write(save(answers, metadata=sums))

@@ -3,7 +3,7 @@
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sized
 from typing import TypeVar
 
 from surgery.runtime.processes import is_main
@@ -21,7 +21,7 @@ def say(text: str) -> None:
 
 def bar(iterable: Iterable[T], what: str, total: int | None = None) -> Iterator[T]:
     """Pass on what an iterable gives, and show how far it is. total: how many there are; by default what len() says."""
-    if total is None and hasattr(iterable, "__len__"):
+    if total is None and isinstance(iterable, Sized):
         total = len(iterable)
     if not is_main() or not _drawing.acquire(blocking=False):
         yield from iterable
