@@ -14,6 +14,7 @@ from surgery.splicing.splice import adopt, splice, unsplice
 from tests.surgery.modeling.stock_bases import CONFIGURATIONS, make_base, make_hybrid, make_rows
 
 FAMILIES = pytest.mark.parametrize("name", CONFIGURATIONS)
+KINDS = pytest.mark.parametrize("name", ["bamba", "falcon_h1", "jamba", "qwen3_next", "kimi_linear"])  # of mixers and blocks
 GENERATE = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None, "max_new_tokens": 7}
 LENGTHS = (9, 1, 7, 20)  # of packed documents
 
@@ -31,9 +32,8 @@ def assert_same(one: Tensor, other: Tensor, bound: float = 3e-7) -> None:
 
 
 @FAMILIES
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_adopted_is_stock(name: str, dtype: torch.dtype) -> None:
-    base, ids = make_base(name, dtype), make_rows()
+def test_adopted_is_stock(name: str) -> None:
+    base, ids = make_base(name), make_rows()
     adopted = adopt(base)
     assert type(adopted) is not type(base)
     assert_same(logits(adopted, ids), logits(base, ids), 1e-6)
@@ -41,7 +41,7 @@ def test_adopted_is_stock(name: str, dtype: torch.dtype) -> None:
     assert fingerprint(adopted) == fingerprint(base)
 
 
-@FAMILIES
+@KINDS
 def test_grafts_can_be_disabled_and_taken_out(name: str) -> None:
     base, ids = make_base(name), make_rows()
     before = {key: tensor.clone() for key, tensor in base.state_dict().items()}
@@ -55,14 +55,14 @@ def test_grafts_can_be_disabled_and_taken_out(name: str) -> None:
         assert torch.equal(tensor, before[key]), key
 
 
-@FAMILIES
+@KINDS
 def test_a_closed_graft_leaves_the_base_bit_for_bit(name: str) -> None:
     hybrid, ids = make_hybrid(name, null=1000.0, closed_below=1e-3), make_rows()
     assert torch.equal(logits(hybrid, ids), logits(adopt(make_base(name)), ids))
 
 
 @FAMILIES
-@pytest.mark.parametrize("sizes", [[1] * 23, [2, 21], [7, 1, 1, 14]], ids=["one by one", "short first", "mixed"])
+@pytest.mark.parametrize("sizes", [[1] * 5 + [18], [2, 14, 1, 6]], ids=["one by one", "short first"])
 def test_cached_is_whole(name: str, sizes: list[int]) -> None:
     hybrid, ids = make_hybrid(name), make_rows()
     cache, parts = DynamicCache(config=hybrid.config), []
@@ -93,7 +93,7 @@ def test_padded_is_alone(name: str, side: str) -> None:
         assert_same(together[row, mask[row].bool()], alone[0])
 
 
-@FAMILIES
+@KINDS
 def test_padding_that_is_read_alone_is_refused(name: str) -> None:
     hybrid, ids = make_hybrid(name), make_rows(2, 1)
     with pytest.raises(ValueError, match="padding"):
@@ -124,7 +124,7 @@ def test_packed_is_alone(name: str) -> None:
         logits(hybrid, row, position_ids=positions, use_cache=True)
 
 
-@FAMILIES
+@KINDS
 def test_packed_gradients_and_hidden_states_are_those_of_documents_alone(name: str) -> None:
     hybrid, documents = make_hybrid(name).train(), [make_rows(1, 9, seed=1), make_rows(1, 14, seed=2)]
     positions = torch.cat([torch.arange(9), torch.arange(14)])[None]
@@ -146,7 +146,7 @@ def test_packed_gradients_and_hidden_states_are_those_of_documents_alone(name: s
         assert_same(one, gradients[1][key], 1e-5)
 
 
-@FAMILIES
+@KINDS
 def test_training_mode_and_checkpointing_change_nothing(name: str) -> None:
     hybrid, ids = make_hybrid(name), make_rows()
     want, gradients = logits(hybrid, ids), []
@@ -164,7 +164,7 @@ def test_training_mode_and_checkpointing_change_nothing(name: str) -> None:
         assert_same(one, gradients[1][key])
 
 
-@FAMILIES
+@KINDS
 @pytest.mark.parametrize("how", [{}, {"num_beams": 3}, {"cache_implementation": "static"}], ids=["greedy", "beams", "static"])
 def test_generate_with_a_cache_as_without(name: str, how: dict) -> None:
     hybrid, ids = make_hybrid(name), make_rows()
@@ -176,7 +176,7 @@ def test_generate_with_a_cache_as_without(name: str, how: dict) -> None:
     assert torch.equal(hybrid.generate(ids, attention_mask=mask, **how, **GENERATE), without)
 
 
-@FAMILIES
+@KINDS
 @pytest.mark.parametrize("masked", [False, True])
 def test_a_second_turn_goes_on(name: str, masked: bool) -> None:
     """Given the whole conversation and the cache of the first turn, generate reads what is new."""
@@ -204,7 +204,7 @@ def test_what_a_forward_does_not_read_is_refused(name: str) -> None:
         hybrid(ids, past_key_values=cache)
 
 
-@FAMILIES
+@KINDS
 def test_embeddings_loss_and_some_logits(name: str) -> None:
     hybrid, ids = make_hybrid(name), make_rows()
     embedded = hybrid.get_input_embeddings()(ids)
