@@ -98,16 +98,20 @@ class CacheBytes:
             blocks += -(-count // group) * (1 if kind == "state" else -(-held // block))
         return batch * blocks * group * page
 
+    def rows(self, batch: int = 1) -> list[dict[str, int]]:
+        """Bytes by length, for each who holds them."""
+        ways = {"transformers": self.transformers, "llama_cpp": self.llama_cpp, "vllm": self.vllm}
+        return [{"tokens": length, **{name: find(length, batch) for name, find in ways.items()}} for length in LENGTHS]
+
 
 def table_of_bytes(sizes: CacheBytes, batch: int = 1) -> str:
     """Lengths against transformers, llama.cpp and vLLM, in MiB."""
-    rows = [
-        f"{'tokens':>10}  {'transformers':>14}  {'llama.cpp':>14}  {'vLLM':>14}   MiB of {batch} sequence{'s' * (batch > 1)}"
-    ]
-    for length in LENGTHS:
-        each = (find(length, batch) / 2**20 for find in (sizes.transformers, sizes.llama_cpp, sizes.vllm))
-        rows.append(f"{length:>10,}  " + "  ".join(f"{size:>14,.2f}" for size in each))
-    return "\n".join(rows)
+    names = {"tokens": 10, "transformers": 14, "llama.cpp": 14, "vLLM": 14}
+    lines = ["  ".join(f"{name:>{width}}" for name, width in names.items()) + f"   MiB of {batch} x {sizes.model_type}"]
+    for row in sizes.rows(batch):
+        each = "  ".join(f"{row[name] / 2**20:>14,.2f}" for name in ("transformers", "llama_cpp", "vllm"))
+        lines.append(f"{row['tokens']:>10,}  {each}")
+    return "\n".join(lines)
 
 
 def count_cache_bytes(source: PreTrainedConfig | PreTrainedModel, dtype: str | None = None) -> CacheBytes:

@@ -32,8 +32,9 @@ class FaultyMamba2(Faulty, Mamba2HybridForCausalLM):
 
 
 class FaultyBamba(Faulty, BambaHybridForCausalLM):
-    def forward(self, input_ids=None, position_ids=None, **named):  # as its base, which takes them by name
-        return super().forward(input_ids, **named | ({} if position_ids is None else {"position_ids": position_ids}))
+    def forward(self, input_ids=None, position_ids=None, past_key_values=None, **named):  # its base takes them by name
+        told = {"position_ids": position_ids, "past_key_values": past_key_values}
+        return super().forward(input_ids, **named | {name: value for name, value in told.items() if value is not None})
 
 
 def make(kind, seed=0):
