@@ -51,11 +51,11 @@ class Slopes:
 
 
 def graft_mixers(model: Any) -> dict[int, Any]:
-    """The mixers of an adopted model that can be grafted, by layer; none in a model of no family."""
+    """The mixers of an adopted model that can be grafted, and are not yet, by layer; none in a model of no family."""
     if not hasattr(model, "mixer_at"):
         return {}
     mixers = {layer: model.mixer_at(layer) for layer in range(model.config.num_hidden_layers)}
-    return {layer: mixer for layer, mixer in mixers.items() if mixer is not None}
+    return {layer: mixer for layer, mixer in mixers.items() if mixer is not None and mixer.graft is None}
 
 
 def attribute(model: Any, encoded: Encoded, batch_size: int = 32, nulls: Mapping[int, Tensor] | None = None) -> Slopes:
@@ -128,7 +128,8 @@ def attention_weights(
 ) -> Iterator[tuple[int, slice, slice, Tensor, Tensor]]:
     """The attention of untrained grafts of some tokens, `at`, a piece at a time, and each piece for all starts: (number of the
     start, rows, heads, weights (b, h, at, t) among the keys alone, m (b, h, at)). A graft's own weights are m times these."""
-    q, k = streams.q.float()[:, at].transpose(1, 2), streams.k.float().transpose(1, 2)  # b g t n
+    q, k = (streams.q, streams.k) if heads == 1 else mixer.prepare(streams.q, streams.k)  # for channels, project did that
+    q, k = q.float()[:, at].transpose(1, 2), k.float().transpose(1, 2)  # b g t n
     (b, groups), later = k.shape[:2], torch.arange(k.shape[2], device=k.device) > at[:, None]
     bias = torch.zeros(later.shape, device=k.device).masked_fill(later, -torch.inf)
     added = None

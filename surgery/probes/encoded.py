@@ -122,14 +122,17 @@ class Encoded:
             evidence=[self.evidence[q] for q in chosen],
         )
 
-    def batches(self, batch_size: int) -> Iterator[tuple[list[int], "Encoded"]]:
-        """Questions of similar length together: (their indices, encoded). At most `batch_size` rows, or one question."""
-        lengths, counts = [0] * len(self), [0] * len(self)
-        for row, owner in zip(self.rows, self.owners.tolist(), strict=True):
-            lengths[owner], counts[owner] = max(lengths[owner], len(row)), counts[owner] + 1
+    def batches(self, batch_size: int, one_length: bool = False) -> Iterator[tuple[list[int], "Encoded"]]:
+        """Questions of similar length together: (their indices, encoded). At most `batch_size` rows, or one question.
+        one_length: the prompts of a batch have exactly one length."""
+        rows: list[list[int]] = [[] for _ in range(len(self))]
+        for row, owner in enumerate(self.owners.tolist()):
+            rows[owner].append(row)
+        lengths = [(int(self.query[own[0]]), max(len(self.rows[row]) for row in own)) for own in rows]
         chosen: list[int] = []
         for question in sorted(range(len(self)), key=lambda q: lengths[q]):
-            if chosen and sum(counts[q] for q in chosen) + counts[question] > batch_size:
+            full = sum(len(rows[q]) for q in chosen) + len(rows[question]) > batch_size
+            if chosen and (full or (one_length and lengths[chosen[0]][0] != lengths[question][0])):
                 yield chosen, self.part(chosen)
                 chosen = []
             chosen.append(question)

@@ -1,0 +1,284 @@
+"""Roles: which heads gather, which aggregate (arXiv 2504.18574), told by where in the text a head is needed.
+
+A head is ablated (ablation.py) at some positions only: at the query (the prompt's last token, and those of an answer behind
+it), at the ends of the spans of evidence, at the end of the span that holds the answer, elsewhere, everywhere. It is *needed*
+at a place if its ablation there costs at least COST nats a question, and the interval of this mean, corrected for the number
+of units that were tested, lies above 0.
+
+aggregate: needed at the query. gather: needed at the ends of spans, and what its ablation there costs passes through the units
+that aggregate: where they are silent at the query, it costs less than half of it. Both, if both hold. none: neither, or needed
+elsewhere about as much, as what every token needs. A model that does not answer above chance has no roles.
+
+Heads can stand in for each other: each alone is not needed, and all together are. So all heads of a layer are ablated together
+as well, and a role can be a group's: a pair's, where some pair explains the layer, or the layer's. A layer's convolution is a
+candidate for gathering too.
+
+What is measured where: the query is a single token of a question, so it is measured on all questions (QueryReplay). The other
+places cost the layers from the head's on, and are measured on some of the questions. Heads that lead the ranking are measured
+and heads of the layers that are needed as a whole, since a gather head may have no slope at all.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from surgery.evaluation.statistics import LEVEL, column_intervals
+from surgery.locating.ablation import Unit, ablated, convolutions
+from surgery.locating.replay import QueryReplay, Replay
+from surgery.models.anatomy import anatomy
+from surgery.probes.encoded import Encoded
+from surgery.records.ranking import Circuit, Edge, Estimate, GroupScore, Roles
+from surgery.records.site import Site
+
+COST = 0.1  # nats a question: what costs less means little, though it can be beyond chance
+HALF = 0.5  # of a cost: what has to pass through aggregate units; what a group's members must not explain
+OF_LAYER = 16  # units of a needed layer that are measured, beside those that lead
+PAIRED = 4  # members of a layer whose pairs are tried
+NAMED = 4  # units of either role that a sentence names
+EDGES = 3  # units of either role between which edges are measured
+PLACES = ("everywhere", "evidence", "spans", "elsewhere")
+Role = Literal["gather", "aggregate", "both", "none"]
+
+
+@dataclass(eq=False)
+class Costs:
+    """What ablating some units together costs, in nats by question: place -> (questions,), or (some of them,). roles: which
+    it may have; a group that stands for its members has that in which they stand in for each other."""
+
+    units: tuple[Unit, ...]
+    name: str
+    roles: tuple[Role, ...] = ("gather", "aggregate")
+    at: dict[str, np.ndarray] = field(default_factory=dict)
+
+    @property
+    def layer(self) -> int:
+        return self.units[0].layer
+
+    def mean(self, *places: str) -> float:
+        """The largest mean cost among places, 0 where none was measured."""
+        return max((float(self.at[place].mean()) for place in places if place in self.at), default=0.0)
+
+
+class Ablator:
+    """Ablates units of one model on one set of questions. chosen: the questions on which all places are measured."""
+
+    def __init__(self, model: Any, encoded: Encoded, chosen: Sequence[int], batch_size: int):
+        self.model, self.encoded, self.batch_size, self.chosen = model, encoded, batch_size, list(chosen)
+        self.anatomy = anatomy(model)
+        batches = encoded.part(self.chosen).batches(batch_size)
+        self.replays = [(at, Replay(model, self.anatomy.blocks, batch)) for at, batch in batches]
+        self.last = max(place.layer for place in self.anatomy.mixers)
+
+    def run(self, *edits: tuple[Costs, str]) -> tuple[np.ndarray, np.ndarray]:
+        """(chosen,): by how many nats the loss rises where units are ablated, each at its place, and who is right then."""
+        parts = [(unit, place) for costs, place in edits for unit in costs.units]
+        # Behind the last mixer nothing but the query is looked at. A convolution is before its mixer.
+        parts = [(unit, place) for unit, place in parts if not unit.heads or unit.layer < self.last or place == "query"]
+        rise, right = np.zeros(len(self.chosen)), np.zeros(len(self.chosen), dtype=bool)
+        for at, replay in self.replays:
+            loss, correct = replay.loss, replay.correct
+            if parts:
+                with ablated([(unit, replay.mask(place)) for unit, place in parts]):
+                    loss, correct = replay.run(min(unit.layer for unit, _ in parts))
+            rise[at], right[at] = loss - replay.loss, correct
+        return rise, right
+
+    def at_query(self, costs: Iterable[Costs]) -> None:
+        """Measure the query: on all questions, but convolutions on those that are chosen, as a cache holds what they made."""
+        new = [each for each in costs if "query" not in each.at]
+        for each in new:
+            convolution = not all(unit.heads for unit in each.units)
+            each.at["query"] = self.run((each, "query"))[0] if convolution else np.zeros(len(self.encoded))
+        new = [each for each in new if all(unit.heads for unit in each.units)]
+        for at, batch in self.encoded.batches(self.batch_size, one_length=True) if new else ():
+            replay = QueryReplay(self.model, batch)
+            mask = torch.ones(len(batch.rows), replay.ids.shape[1] - replay.begin, dtype=torch.bool, device=replay.ids.device)
+            for each in new:
+                with ablated([(unit, mask) for unit in each.units]):
+                    each.at["query"][at] = replay.losses() - replay.loss
+
+    def at_places(self, costs: Iterable[Costs], places: Sequence[str] = PLACES) -> None:
+        """Measure other places, on the chosen questions."""
+        for each in costs:
+            for place in places:
+                if place == "everywhere" and each.layer == self.last and all(unit.heads for unit in each.units):
+                    each.at.setdefault(place, each.at["query"][self.chosen])
+                elif place not in each.at:
+                    each.at[place] = self.run((each, place))[0]
+
+
+@dataclass
+class Found:
+    """roles: by name of a unit. circuit: who gathers, who aggregates."""
+
+    roles: dict[str, Roles]
+    groups: tuple[GroupScore, ...]
+    circuit: Circuit | None
+
+
+def find_roles(
+    model: Any, encoded: Encoded, leading: Sequence[Unit], others: Sequence[Unit], chosen: Sequence[int], batch_size: int
+) -> Found:
+    """Roles of the leading units, and of other units (best first) in layers that are needed. model: adopted."""
+    ablator = Ablator(model, encoded, chosen, batch_size)
+    lead = [Costs((unit,), unit.name) for unit in leading]
+    layers = whole_layers(ablator)
+    convs = [Costs((unit,), unit.name, ("gather",)) for unit in convolutions(ablator.anatomy)]
+    ablator.at_query([*lead, *layers])
+    ablator.at_places([*layers, *convs], ("evidence",))
+    rest = []
+    for layer in layers:
+        mine = [Costs((unit,), unit.name) for unit in others if unit.place == layer.units[0].place][:OF_LAYER]
+        if layer.mean("query") >= COST:
+            ablator.at_query(mine)
+        if layer.mean("evidence") >= COST:
+            ablator.at_places(mine, ("evidence",))
+        rest += mine if layer.mean("query", "evidence") >= COST else []
+    ablator.at_places(lead)
+    tested = [*lead, *rest, *convs, *layers]
+    heads = [*lead, *(each for each in rest if each.mean("query", "evidence") >= COST)]
+    convs = [each for each in convs if each.mean("evidence") >= COST]
+    groups = [*find_groups(ablator, layers, [*lead, *rest], "query"), *find_groups(ablator, layers, [*lead, *rest], "evidence")]
+    groups = [*convs, *groups]
+    ablator.at_query([*heads, *groups])
+    ablator.at_places([*heads, *groups])
+    return name_roles(ablator, heads, groups, len(tested))
+
+
+def whole_layers(ablator: Ablator) -> list[Costs]:
+    """All heads of every mixer together, named by the layer, and by the kind where a layer has several."""
+    costs = []
+    for place in ablator.anatomy.mixers:
+        unit = Unit(place, tuple(range(place.first, place.first + place.heads)))
+        several = len(ablator.anatomy.mixers_of(place.layer)) > 1
+        costs.append(Costs((unit,), f"L{place.layer}" + f" {place.kind}" * several))
+    return costs
+
+
+def find_groups(ablator: Ablator, layers: Sequence[Costs], members: Sequence[Costs], place: str) -> list[Costs]:
+    """The layers that are needed at a place more than their members explain, each as its pair that does, or as a whole."""
+    groups = list[Costs]()
+    roles: tuple[Role, ...] = ("aggregate",) if place == "query" else ("gather",)
+    for layer in layers:
+        own = sorted((m for m in members if m.units[0].place == layer.units[0].place), key=lambda m: -m.mean(place))
+        if layer.mean(place) < COST or sum(max(m.mean(place), 0) for m in own) >= HALF * layer.mean(place):
+            continue
+        pairs = [Costs((*a.units, *b.units), f"{a.name} + {b.name}", roles) for a, b in combinations(own[:PAIRED], 2)]
+        ablator.at_query(pairs) if place == "query" else ablator.at_places(pairs, (place,))
+        best = max(pairs, key=lambda pair: pair.mean(place), default=layer)
+        whole = Costs(layer.units, layer.name, roles, dict(layer.at))
+        groups.append(best if best.mean(place) >= HALF * layer.mean(place) else whole)
+    return groups
+
+
+def name_roles(ablator: Ablator, heads: Sequence[Costs], groups: Sequence[Costs], tests: int) -> Found:
+    """Roles by the definitions of this module, from what was measured."""
+    right = np.concatenate([replay.correct for _, replay in ablator.replays]).astype(float)
+    choices = ablator.encoded.choices.double()
+    chance = float((1 / choices).masked_fill(choices == 1, 0.0).mean())
+    retrieves = len(right) > 1 and column_intervals(right[:, None]).low[0] > chance
+    ranked = sorted((*heads, *groups), key=lambda each: -each.mean("query", "evidence"))
+    units = [each for each in ranked if retrieves and not is_general(each, tests)]
+    aggregate = [each for each in units if "aggregate" in each.roles and is_needed(each.at["query"], tests)]
+    gather = [each for each in units if "gather" in each.roles and gathers(ablator, each, aggregate, tests)]
+
+    def measured(each: Costs) -> Roles:
+        one, other = each in gather, each in aggregate
+        role: Role = "both" if one and other else "gather" if one else "aggregate" if other else "none"
+        columns = {place: column_intervals(each.at[place][:, None], level=LEVEL / tests) for place in ("query", *PLACES)}
+        estimates = {
+            place: Estimate(mean=float(mean[0]), low=float(low[0]), high=float(high[0]), n=int(n[0]))
+            for place, (mean, low, high, n) in columns.items()
+        }
+        return Roles(role=role, **estimates)
+
+    return Found(
+        roles={each.name: measured(each) for each in heads},
+        groups=tuple(GroupScore(name=each.name, sites=sites_of(each), roles=measured(each)) for each in groups),
+        circuit=Circuit(
+            gather=tuple(each.name for each in gather),
+            aggregate=tuple(each.name for each in aggregate),
+            edges=measure_edges(ablator, gather, aggregate),
+            sentence=describe_circuit(ablator, gather, aggregate, bool(retrieves)),
+        ),
+    )
+
+
+def is_needed(values: np.ndarray, tests: int) -> bool:
+    """Whether costs (questions,) show that a unit is needed, one of `tests` that were tested."""
+    if len(values) < 2 or values.mean() < COST:
+        return False
+    return bool(column_intervals(values[:, None], level=LEVEL / tests).low[0] > 0)
+
+
+def is_general(costs: Costs, tests: int) -> bool:
+    """Whether a unit is needed elsewhere about as much as where retrieval takes place."""
+    return is_needed(costs.at["elsewhere"], tests) and costs.mean("elsewhere") >= HALF * costs.mean(
+        "query", "evidence", "spans"
+    )
+
+
+def gathers(ablator: Ablator, costs: Costs, aggregate: Sequence[Costs], tests: int) -> bool:
+    """Whether a unit is needed at the ends of spans, and this need passes through the aggregate units behind it."""
+    place = max(("evidence", "spans"), key=costs.mean)
+    behind = [(other, "query") for other in aggregate if comes_before(costs, other)]
+    if not behind or not is_needed(costs.at[place], tests):
+        return False
+    through = passing(ablator, (costs, place), behind)
+    return is_needed(through, 1) and through.mean() >= HALF * costs.mean(place)
+
+
+def passing(ablator: Ablator, source: tuple[Costs, str], silent: Sequence[tuple[Costs, str]]) -> np.ndarray:
+    """(chosen,): how much less it costs to ablate the source where others are silent."""
+    costs, place = source
+    return costs.at[place] + ablator.run(*silent)[0] - ablator.run(source, *silent)[0]
+
+
+def comes_before(one: Costs, other: Costs) -> bool:
+    """Whether what one unit writes is read by another at later tokens: a convolution is before the heads of its layer."""
+    return one.layer < other.layer or (one.layer == other.layer and not one.units[0].heads and bool(other.units[0].heads))
+
+
+def measure_edges(ablator: Ablator, gather: Sequence[Costs], aggregate: Sequence[Costs]) -> tuple[Edge, ...]:
+    """How much of each gather unit's cost passes through each single aggregate unit, for those that cost most."""
+    edges = []
+    for one in sorted(gather, key=lambda each: -each.mean("evidence", "spans"))[:EDGES]:
+        place = max(("evidence", "spans"), key=one.mean)
+        for other in sorted(aggregate, key=lambda each: -each.mean("query"))[:EDGES]:
+            if one is not other and comes_before(one, other):
+                through = passing(ablator, (one, place), [(other, "query")])
+                edges.append(Edge(source=one.name, target=other.name, share=float(through.mean() / one.mean(place))))
+    return tuple(edges)
+
+
+def describe_circuit(ablator: Ablator, gather: Sequence[Costs], aggregate: Sequence[Costs], retrieves: bool) -> str:
+    """One sentence: who gathers, who aggregates, and what is left without them."""
+    if not retrieves:
+        return "The model answers no better than chance, so no head has a role."
+    if not aggregate:
+        return "No head or layer is needed at the query beyond chance, so no head has a role."
+
+    def accuracy(*edits: tuple[Costs, str]) -> str:
+        return f"{ablator.run(*edits)[1].mean():.2f}"
+
+    def listed(units: Sequence[Costs], verb: str) -> str:
+        names = [each.name for each in units][: NAMED if len(units) > NAMED + 1 else None]
+        names += [f"{len(units) - len(names)} more"] if len(names) < len(units) else []
+        return f"{', '.join(names[:-1])} and {names[-1]} {verb}" if len(names) > 1 else f"{names[0]} {verb}s"
+
+    found = f"{listed(aggregate, 'aggregate')} at the query"
+    left = f"ablating {'them' if len(aggregate) > 1 else 'it'} there takes"
+    left += f" {accuracy()} right answers to {accuracy(*((each, 'query') for each in aggregate))}"
+    if not gather:
+        return f"{found}, and nothing was found to gather; {left}."
+    places = [(each, max(("evidence", "spans"), key=each.mean)) for each in gather]
+    return f"{listed(gather, 'gather')} at the ends of records; {found}; {left}, ablating what gathers to {accuracy(*places)}."
+
+
+def sites_of(costs: Costs) -> tuple[Site, ...]:
+    """The heads of a group; the layer of a convolution."""
+    return tuple(Site(unit.layer, unit.heads) for unit in costs.units)
