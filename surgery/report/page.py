@@ -36,7 +36,7 @@ def render_page(report: Report, *, hybrid: str | None = None, ranking: Ranking |
         costs=costs_table(report),
         circuit=ranking.circuit if ranking is not None else None,
         provenance=describe_provenance(report),
-        figures={name: as_svg(figure, name) for name, figure in drawn.items() if figure is not None},
+        figures={name: "" if figure is None else as_svg(figure, name) for name, figure in drawn.items()},
     )
 
 
