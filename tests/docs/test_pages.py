@@ -70,13 +70,13 @@ def test_commands_and_options_exist(page):
 @every_page
 def test_settings_exist(page):
     text = page.read_text(encoding="utf-8")
-    given = [words[i + 1] for words in spoken_commands(page) for i, word in enumerate(words[:-1]) if word == "--set"]
+    commands = [[words[i + 1] for i, word in enumerate(words[:-1]) if word == "--set"] for words in spoken_commands(page)]
+    commands = [[each for each in given if not re.search(r"=[A-Z]", each)] for given in commands]  # KEY=VALUE, path=FILE
     spoken = re.findall(r"`((?:data|locate|plan|tune|bench)\.(?!json)[a-z_.]+)(?:=[^`]*)?`", text)
-    for key in [*(setting.partition("=")[0] for setting in given), *spoken]:
-        assert key == "KEY" or key in KNOWN or key.startswith(FREE), key
-    for setting in given:
-        if setting.partition("=")[0] in SETTINGS and not re.search(r"=[A-Z]", setting):
-            make_recipe(apply_settings({"model": "m"}, [setting]), setting)
+    for key in [*(setting.partition("=")[0] for given in commands for setting in given), *spoken]:
+        assert key in KNOWN or key.startswith(FREE), key
+    for given in commands:
+        make_recipe(apply_settings({"model": "m"}, given), " ".join(given))
 
 
 @every_page
