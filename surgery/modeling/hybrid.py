@@ -141,8 +141,8 @@ class HybridLanguageModel(GraftedModel):
         text has to say so."""
         cache = one_cache(kwargs.get("cache_params"), kwargs.get("past_key_values"))
         mask, embedded = kwargs.get("attention_mask"), kwargs.get("inputs_embeds")
-        if kwargs.get("is_first_iteration") and kwargs.get("next_sequence_length") is None and cache and self.config.grafts:
-            seen, whole = int(cache.get_seq_length()), (input_ids if embedded is None else embedded).shape[1]
+        if kwargs.get("is_first_iteration") and kwargs.get("next_sequence_length") is None and cache:
+            seen, whole = tokens_in(cache), (input_ids if embedded is None else embedded).shape[1]
             if 0 < seen < whole and (mask is None or mask.shape[1] == whole):
                 kwargs["next_sequence_length"] = whole - seen
         inputs = super().prepare_inputs_for_generation(input_ids, *args, **kwargs)  # type: ignore[misc]
@@ -161,6 +161,14 @@ class HybridLanguageModel(GraftedModel):
             length = max(args[-1], generation_config.max_cache_len or 0)
             model_kwargs[self.cache_name] = self.with_room(cache, length if isinstance(cache, StaticCache) else None)
         return made
+
+
+def tokens_in(cache: Cache) -> int:
+    """How many tokens a cache has read; 0 where none of its layers counts them: those of a pure SSM without grafts."""
+    try:
+        return int(cache.get_seq_length())
+    except ValueError:
+        return 0
 
 
 def one_cache(cache_params: Cache | None, past_key_values: Cache | None) -> Cache | None:
