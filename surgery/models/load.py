@@ -111,6 +111,7 @@ def open_folder(folder: Path, dtype: torch.dtype | None, device: str, spread: bo
             dtype=dtype or "auto",
             device_map=device_map,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are named below
             trust_remote_code=trust_remote_code,
         )
         model, report = loaded
