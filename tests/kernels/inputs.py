@@ -41,7 +41,7 @@ def attention(
 
 
 def with_gradients(run: Any, args: list[Any], exact: bool = False) -> list[Tensor]:
-    """What `run` gives for tensors of floating point, and the gradients of a fixed sum of it by each of them; exact: in float64."""
+    """What `run` gives, and the gradients of a fixed sum of it by each tensor of floating point. exact: all in float64."""
     leaves = [
         (m.double() if exact else m).detach().clone().requires_grad_() if isinstance(m, Tensor) and m.is_floating_point() else m
         for m in args
