@@ -73,6 +73,11 @@ def splice(model: Any, plan: Plan, donor: Any = None) -> Any:
             else:
                 start(mixer, plan)
             mixer.graft.to(own.out_proj.weight.device, graft_dtype(hybrid, own.out_proj)).train(model.training)
+    if getattr(hybrid, "is_quantized", False):  # a folder of the hybrid has to say that the grafts are not
+        settings = model.config.to_dict()["quantization_config"]
+        grafts = [name for name, _ in hybrid.named_modules() if name.endswith(".graft")]
+        skipped = {*model.hf_quantizer.modules_to_not_convert, *(settings.get("llm_int8_skip_modules") or ()), *grafts}
+        hybrid.config.quantization_config = settings | {"llm_int8_skip_modules": sorted(skipped)}
     return hybrid
 
 
@@ -171,7 +176,7 @@ def contain(source: Any, kind: Any, config: Any, with_adapters: bool = True) -> 
     has wrapped. Raises UserError for what the source lacks."""
     with torch.device("meta"):
         model = kind(config)
-    modules = dict(source.named_modules())
+    modules: dict[str, Any] = dict(source.named_modules())
     for name, module in source.named_modules():  # what layer grafts have replaced is there as well
         for mixer in module.replaced if isinstance(module, LayerGraftMixer) else ():
             modules = {f"{name}.{part}": each for part, each in mixer.named_modules() if part} | modules

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 from tests.surgery.modeling.bases import BASES, make_hybrid, make_rows
 
@@ -65,11 +66,33 @@ def test_a_graft_may_learn_in_float32_beside_a_base_in_bfloat16(name: str) -> No
     assert all(p.grad.dtype == torch.float32 for p in hybrid.graft_parameters().values())
 
 
-@FAMILIES
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(("name", "padded"), [("mamba2", True), *((name, False) for name in BASES)])
 def test_compiles_in_one_graph(name: str, padded: bool) -> None:
     hybrid, ids = make_hybrid(name, dtype=torch.float32, closed_below=0.1), make_rows()
     more = {"attention_mask": (torch.arange(23) >= torch.tensor([[0], [5]])).long()} if padded else {}
     torch._dynamo.reset()
     compiled = torch.compile(hybrid, fullgraph=True, backend="eager")
     torch.testing.assert_close(logits_of(compiled, ids, **more), logits_of(hybrid, ids, **more), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.slow
+@FAMILIES
+def test_decodes_and_learns_in_one_graph(name: str) -> None:
+    hybrid = make_hybrid(name, dtype=torch.float32)
+    torch._dynamo.reset()
+    compiled = torch.compile(hybrid, fullgraph=True, backend="aot_eager")
+    caches = [DynamicCache(config=hybrid.config) for _ in range(2)]
+    for cache in caches:
+        logits_of(hybrid, make_rows(length=9), cache_params=cache, use_cache=True)
+    for step in range(3):
+        token = make_rows(length=1, seed=step)
+        one, other = (
+            logits_of(m, token, cache_params=c, use_cache=True) for m, c in zip((compiled, hybrid), caches, strict=True)
+        )
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+    gradients = []
+    for model in (compiled, hybrid.train()):
+        hybrid.zero_grad()
+        model(make_rows(), labels=make_rows(), use_cache=False).loss.backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in hybrid.graft_parameters().values()]))
+    torch.testing.assert_close(*gradients, atol=1e-4, rtol=1e-4)

@@ -1,12 +1,13 @@
 """adopt, splice and unsplice share the base's modules, and refuse what cannot be grafted."""
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
 from surgery.errors import UserError
 from surgery.modeling import family_of
@@ -163,6 +164,25 @@ def test_an_offloaded_base_is_spliced_as_it_is(name: str) -> None:
     base = cpu_offload(make_base(name), execution_device=torch.device("cpu"))
     assert any(p.is_meta for p in base.parameters())
     torch.testing.assert_close(logits_of(splice(base, plan).eval(), ids), expected, atol=1e-9, rtol=1e-9)
+
+
+@FAMILIES
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_quantised_base_is_spliced_saved_and_loaded(name: str, bits: int, tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    make_base(name, dtype=torch.float32).save_pretrained(tmp_path / "base")
+    how = BitsAndBytesConfig(**{f"load_in_{bits}bit": True})
+    base, ids = AutoModelForCausalLM.from_pretrained(tmp_path / "base", quantization_config=how), make_rows()
+    hybrid = splice(base, Plan(sites="L1.H1,3", gate=0.5)).eval()
+    assert hybrid.backbone.layers[1].mixer.in_proj is base.backbone.layers[1].mixer.in_proj
+    with hybrid.disable_grafts():
+        before = logits_of(hybrid, ids)
+    after = logits_of(hybrid, ids)
+    assert not torch.equal(after, before)
+    hybrid.save_pretrained(tmp_path / "hybrid")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "hybrid").eval()
+    assert type(loaded.mixer_at(1).graft.q_proj) is torch.nn.Linear
+    torch.testing.assert_close(logits_of(loaded, ids), after, atol=1e-4, rtol=1e-4)
 
 
 @FAMILIES
