@@ -32,8 +32,8 @@ class FaultyMamba2(Faulty, Mamba2HybridForCausalLM):
 
 
 class FaultyBamba(Faulty, BambaHybridForCausalLM):
-    def forward(self, input_ids=None, position_ids=None, past_key_values=None, **named):  # its base takes them by name
-        told = {"position_ids": position_ids, "past_key_values": past_key_values}
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, **named):
+        told = {"attention_mask": attention_mask, "position_ids": position_ids, "past_key_values": past_key_values}
         return super().forward(input_ids, **named | {name: value for name, value in told.items() if value is not None})
 
 
