@@ -90,7 +90,7 @@ class PlanOptions(Record):
     """How many of the leading layers are grafted. For kind layer."""
     sites: SitesText | None = None
     """These sites instead of the leading ones, e.g. L1.H3,5;L2.H0."""
-    gate: Share = 1.0
+    gate: Share = 0.5
     """g, the share of attention where a graft is open, at the start; it is trained. For kind head."""
     share: Annotated[float, Field(gt=0, lt=1)] | None = 0.01
     """The share of plain text on which a graft may act: its null key is set so that this is the mean open share on
