@@ -86,14 +86,15 @@ class DeltaMixer(GraftMixer):
 
     def scan(self: Any, streams: Streams, cache: Cache | None = None, packing: Packing | None = None) -> Tensor:
         assert streams.write is not None
+        assert streams.decay is not None
         rate = streams.write.to(streams.x.dtype)  # as in transformers
         inputs = streams.q, streams.k, streams.x, streams.decay, rate
         state = None if cache is None else cache.get_recurrent_state(self.layer_idx)
         if state is not None and rate.shape[1] == 1:
             return delta_step(state, *(m[:, 0] for m in inputs))[:, None]
-        y, state = delta_rule(*inputs, state, packing=packing)
+        y, last = delta_rule(*inputs, state, packing=packing)
         if cache is not None:
-            cache.update_recurrent_state(state, layer_idx=self.layer_idx)
+            cache.update_recurrent_state(last, layer_idx=self.layer_idx)  # type: ignore[arg-type]
         return y
 
     def prepare(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:

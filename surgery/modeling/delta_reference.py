@@ -45,7 +45,7 @@ def delta_rule(
     state after the last token, in float32 at least (None with packing).
     """
     if packing is not None:
-        return packing.apply(lambda *rows: delta_rule(*rows)[0], q, k, v, log_decay, beta), None
+        return packing.apply(lambda q, k, v, a, beta: delta_rule(q, k, v, a, beta)[0], q, k, v, log_decay, beta), None
     (b, t, h, p), n, dtype = v.shape, k.shape[-1], result_dtype(v)
     q, k, v, decay, beta = _heads_first(q, k, v, log_decay, beta)
     state = v.new_zeros(b, h, n, p) if initial_state is None else initial_state.to(v.dtype)
@@ -68,7 +68,7 @@ def delta_rule(
 def delta_step(state: Tensor, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor) -> Tensor:
     """One token. Updates `state` (b, h, n, p) in place and returns y (b, h, p); q and k (b, g, n), v (b, h, p), log_decay (b,
     h) or (b, h, n), beta (b, h)."""
-    y, new = delta_rule(*(m[:, None] for m in (q, k, v, log_decay, beta)), state)
+    y, new = delta_rule(q[:, None], k[:, None], v[:, None], log_decay[:, None], beta[:, None], state)
     state.copy_(new)  # type: ignore[arg-type]
     return y[:, 0]
 

@@ -21,7 +21,7 @@ from .stock import StockBackbone
 class FalconH1HybridMixer(SSDMixer, FalconH1Mixer):
     """Keys are B, queries C, values x."""
 
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return super().forward(hidden_states * self.ssm_in_multiplier, *args, **kwargs)
 
     def read(self: Any, hidden: Tensor) -> Tensor:

@@ -114,11 +114,11 @@ class LayerGraftMixer(nn.Module):
         if not self.graft_enabled:
             return self.replaced[0](hidden_states, cache_params=cache, attention_mask=attention_mask, packing=packing)
         graft, t = self.graft, hidden_states.shape[1]
-        exist = None if attention_mask is None else attention_mask.bool()  # of the keys, (b, s)
+        exist: Any = None if attention_mask is None else attention_mask.bool()  # which of the keys do, (b, s)
         q, k, v = graft.project(hidden_states, cache, self.cache_place, exist, packing)
         if cache is not None:
             new = torch.ones_like(k[:, 0, :, 0], dtype=torch.bool) if exist is None else exist
-            known, _ = cache.update(new[:, None, :, None], new[:, None, :, None][..., :0], self.cache_place + 1)
+            known = cache.update(new[:, None, :, None], new[:, None, :, None][..., :0], self.cache_place + 1)[0]
             exist = known[:, 0, : int(cache.get_seq_length(self.cache_place + 1)), 0]
         if graft.inv_freq:
             if packing is not None:
@@ -131,7 +131,7 @@ class LayerGraftMixer(nn.Module):
         if cache is not None:
             k, v = (m[:, :, : exist.shape[1]] for m in cache.update(k, v, self.cache_place))
         k, v = (m.repeat_interleave(graft.num_heads // graft.num_key_value_heads, dim=1) for m in (k, v))
-        y, _ = attend(q, k, v, mask=exist, packing=packing)
+        y = attend(q, k, v, mask=exist, packing=packing)[0]
         return graft.o_proj(y.transpose(1, 2).flatten(-2))
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:

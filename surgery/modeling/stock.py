@@ -79,7 +79,7 @@ class StockBackbone(GraftedModel):
         elif position_ids is None:
             seen = 0 if cache is None else cache.get_seq_length()
             position_ids = (torch.arange(tokens.shape[1], device=tokens.device) + seen)[None]
-        return super().forward(
+        return super().forward(  # type: ignore[misc]
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
@@ -102,7 +102,7 @@ class StockBackbone(GraftedModel):
 
         def run(rows: Tensor) -> tuple[Tensor, ...]:
             nonlocal output
-            forward = super(StockBackbone, self).forward
+            forward: Any = super(StockBackbone, self).forward  # type: ignore[misc]
             output = forward(**{name: rows}, use_cache=False, **{**options, "return_dict": True})
             states = getattr(output, "hidden_states", None) or ()
             routed = getattr(output, "router_logits", None) or ()

@@ -182,12 +182,12 @@ def contain(source: Any, kind: Any, config: Any, with_adapters: bool = True) -> 
             modules = {f"{name}.{part}": each for part, each in mixer.named_modules() if part} | modules
     for name, module in list(model.named_modules()):
         theirs = modules.get(name)
+        if theirs is None:
+            raise UserError(f"the {source.config.model_type} lacks the module '{name}' of a {config.model_type}")
         if isinstance(module, LayerGraftMixer):
             module.replaced = theirs.replaced
         elif isinstance(theirs, LayerGraftMixer):
             (theirs,) = theirs.replaced
-        if theirs is None:
-            raise UserError(f"the {source.config.model_type} lacks the module '{name}' of a {config.model_type}")
         if next(module.children(), None) is None:
             model.set_submodule(name, theirs if with_adapters else unwrapped(theirs))
             continue
