@@ -102,3 +102,11 @@ def test_python_is_python_and_uses_public_names(page):
             for alias in node.names
         }
         assert used | imported <= {*PUBLIC, "modeling"}
+
+
+def test_messages_of_troubleshooting_are_the_toolkit_s():
+    source = " ".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "surgery").rglob("*.py")))
+    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    messages = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
+    assert len(messages) >= 30
+    assert [each for each in messages for part in each.split("…") if part.strip() not in source] == []
