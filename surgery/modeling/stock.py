@@ -73,6 +73,7 @@ class StockBackbone(GraftedModel):
         use_cache = use_cache and not (self.layers[0].gradient_checkpointing and self.training)
         if use_cache and cache is None:
             cache = DynamicCache(config=self.config)
+        cache = self.with_room(cache)  # before its length is asked, which only keys know
         if mask is not None:
             position_ids = self.count(mask, tokens.shape[1]) if position_ids is None else position_ids
             check_alone(mask, tokens.shape[1])
@@ -83,7 +84,7 @@ class StockBackbone(GraftedModel):
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=self.with_room(cache),
+            past_key_values=cache,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             **kwargs,
