@@ -1,0 +1,175 @@
+"""surgery check: small models of any architecture, the report, adapters, bytes, and engines."""
+
+import json
+import stat
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig
+from transformers import AutoConfig
+
+from surgery.checking.adapters import check_adapters
+from surgery.checking.bytes import LENGTHS, count_cache_bytes
+from surgery.checking.check import check
+from surgery.checking.engines import compare_engine
+from surgery.checking.law import CACHES, subject_of
+from surgery.checking.shrink import random_model, read_config, shrink
+from surgery.cli import app
+from surgery.errors import UserError
+from surgery.evaluation.costs import cache_bytes
+
+TYPES = (
+    "mamba falcon_mamba mamba2 jamba bamba falcon_h1 nemotron_h granitemoehybrid zamba zamba2 qwen3_next qwen3_5_text "
+    "qwen3_5_moe_text olmo_hybrid kimi_linear bailing_hybrid minimax recurrent_gemma xlstm rwkv lfm2 lfm2_moe lfm3 zaya "
+    "inkling_text inkling2_text"
+).split()
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_a_small_model_of_every_architecture_runs_in_float64(name):
+    config = shrink(read_config(name))
+    model = random_model(config)
+    assert sum(p.numel() for p in model.parameters()) < 1_000_000
+    assert subject_of(model).exact
+    again = random_model(config)
+    assert all(p.equal(q) for p, q in zip(model.parameters(), again.parameters(), strict=True))
+
+
+def test_what_a_configuration_chooses_stays(tmp_path):
+    fields = {"model_type": "mamba2", "hidden_size": 2560, "num_heads": 80, "num_hidden_layers": 64, "use_bias": True}
+    fields |= {"n_groups": 1, "tie_word_embeddings": True, "conv_kernel": 3, "time_step_limit": [0.01, 0.2]}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    small = shrink(read_config(tmp_path / "config.json"))
+    assert (small.use_bias, small.n_groups, small.conv_kernel) == (True, 1, 3)
+    assert tuple(small.time_step_limit) == (0.01, 0.2)
+    assert small.hidden_size * small.expand == small.num_heads * small.head_dim
+    report = check(architecture=tmp_path / "config.json", only=("cache_tokens", "batch"))
+    assert {finding.law for finding in report.findings} == {"cache, token by token", "batch of 1 against 4"}
+
+
+def test_foreign_code_does_not_run(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "stranger", "auto_map": {"AutoConfig": "code.Config"}}))
+    (tmp_path / "code.py").write_text("raise SystemExit('it ran')")
+    for source in (tmp_path / "config.json", tmp_path):
+        with pytest.raises(UserError):
+            check(architecture=source)
+
+
+@pytest.mark.parametrize("options", [{}, {"model": "a", "architecture": "b"}, {"architecture": "mamba", "only": ("no",)}])
+def test_what_is_asked_wrongly_is_refused(options):
+    with pytest.raises(UserError):
+        check(**options)
+
+
+def test_the_report_is_worst_first_and_json():
+    report = check(architecture="mamba", only=("packed", "prefill_chunks", "batch", "longer"))
+    assert [finding.verdict for finding in report.findings] == ["wrong", "refused", "right", "not applicable"]
+    read = json.loads(report.to_json())
+    assert read["findings"][1]["difference"] is None
+    assert report.wrong[0].law in report.table()
+    assert {"torch", "transformers"} <= set(read["versions"])
+
+
+@pytest.mark.parametrize(("law", "status"), [("packed", 1), ("batch", 0)])
+def test_the_command_exits_with_1_where_something_is_wrong(monkeypatch, capsys, law, status):
+    monkeypatch.setattr(sys, "argv", ["surgery", "check", "--architecture", "mamba2", "--law", law, "--json"])
+    with pytest.raises(SystemExit) as ended:
+        app.main()
+    assert ended.value.code == status
+    assert json.loads(capsys.readouterr().out)["architecture"] == "mamba2"
+
+
+def test_adapters_that_train_nothing_are_named():
+    rows = {row.target: row for row in check_adapters(read_config("mamba"), "in_proj,x_proj,dt_proj,q_proj,out_proj")}
+    assert not rows["in_proj"].is_wrong
+    assert (rows["in_proj"].modules, rows["in_proj"].layers, rows["in_proj"].depth) == (32, 32, 32)
+    assert not rows["x_proj"].is_wrong
+    assert rows["dt_proj"].bypassed == ("backbone.layers.*.mixer.dt_proj",)  # its weight is read without calling the module
+    assert rows["q_proj"].modules == 0
+    assert rows["out_proj"].refused
+    assert all(rows[name].is_wrong for name in ("dt_proj", "q_proj", "out_proj"))
+
+
+def test_an_adapter_that_covers_few_layers_and_one_of_experts():
+    (row,) = check_adapters(read_config("jamba"), "q_proj")
+    assert (row.layers, row.depth, row.is_wrong) == (4, 32, False)
+    rows = check_adapters(read_config("qwen3_next"), "in_proj_qkvz,gate_proj,up_proj")
+    assert not any(row.is_wrong for row in rows)
+
+
+def test_the_folder_of_an_adapter(tmp_path):
+    LoraConfig(target_modules=["in_proj", "x_proj"], r=8).save_pretrained(tmp_path)
+    rows = check_adapters(shrink(read_config("mamba")), tmp_path)
+    assert [(row.target, row.is_wrong) for row in rows] == [("in_proj", False), ("x_proj", False)]
+    with pytest.raises(UserError):
+        check_adapters(shrink(read_config("mamba")), tmp_path / "none")
+
+
+COUNTED = [name for name in TYPES if name not in ("recurrent_gemma", "xlstm")]  # xLSTM shares a tensor between layers
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_bytes_are_those_of_the_cache(name):
+    config = shrink(read_config(name))
+    model, sizes = random_model(config), count_cache_bytes(config, "float32")
+    for length in (30, 75):
+        with torch.no_grad():
+            output = model(input_ids=torch.zeros(2, length, dtype=torch.long), use_cache=True)
+        cache = next(getattr(output, name) for name in CACHES if getattr(output, name, None) is not None)
+        assert sizes.transformers(length, 2) == cache_bytes(cache)
+
+
+def test_bytes_of_a_published_size_take_no_weights():
+    sizes = count_cache_bytes(AutoConfig.for_model("mamba2"), "bfloat16")  # Codestral-Mamba's shape: 7B
+    state, convolution = 128 * 64 * 128, 4 * (8192 + 2 * 8 * 128)
+    assert sizes.transformers(LENGTHS[-1]) == 64 * (4 * state + 2 * convolution)
+    assert sizes.llama_cpp(1000) == 64 * 4 * (state + convolution * 3 // 4)
+    assert sizes.vllm(1000, batch=3) == 3 * 64 * 2 * (state + convolution * 3 // 4)
+
+
+def test_vllm_fills_a_page_with_attention():
+    sizes = count_cache_bytes(shrink(read_config("bamba")), "float32")
+    (state,) = {layer.fixed(4, 4) for layer in sizes.layers if layer.state}
+    (token,) = {layer.token for layer in sizes.layers if layer.token}
+    block = -(-state // (16 * token)) * 16
+    assert sizes.vllm(block) == 3 * block * token  # two states, and a block of the one attention layer
+    assert sizes.vllm(block + 1) - sizes.vllm(block) == block * token
+
+
+def answer(model, prompt, count):
+    """Greedy tokens, each with its log-probability, as the script of an engine tells them."""
+    made = []
+    for _ in range(count):
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + [token for token, _ in made]])).logits[0, -1].double().log_softmax(-1)
+        made.append([int(logits.argmax()), {str(int(logits.argmax())): logits.max().item()}])
+    return made
+
+
+@pytest.mark.parametrize("fault", ["", "token", "probability"])
+def test_an_engine_that_computes_another_model_is_found(tmp_path, monkeypatch, fault):
+    monkeypatch.setattr("surgery.checking.engines.LENGTHS", (3, 21))
+    monkeypatch.setattr("surgery.checking.engines.NEW", 4)
+    model, generator = random_model(shrink(read_config("mamba2"))), torch.Generator().manual_seed(0)
+    prompts = [torch.randint(97, (length,), generator=generator).tolist() for length in (3, 21)]
+    answers = [answer(model, prompt, count) for prompt, count in zip(prompts, (4, 1), strict=True)]
+    if fault == "token":
+        answers[1][0][0] -= 1
+    elif fault:
+        answers[0][2][1] = {token: value + 0.01 for token, value in answers[0][2][1].items()}
+    (tmp_path / "said.json").write_text(json.dumps({"version": "0", "alone": answers, "together": answers}))
+    python = tmp_path / "python"  # says what stands here, whatever script it is to run
+    python.write_text(f"#!/bin/sh\ncat {tmp_path}/said.json\n")
+    python.chmod(python.stat().st_mode | stat.S_IXUSR)
+    found = compare_engine(model, tmp_path, "vllm", python)
+    assert found.holds == (not fault)
+    assert found.others == (2 if fault == "token" else 0)
+
+
+def test_a_python_without_the_engine_is_told(tmp_path):
+    model = random_model(shrink(read_config("mamba2")))
+    for python in (Path(sys.executable), tmp_path / "none"):
+        with pytest.raises(UserError):
+            compare_engine(model, tmp_path, "vllm", python)
