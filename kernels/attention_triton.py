@@ -94,8 +94,8 @@ def _shared_memory(device: torch.device) -> int:
 
 
 def tile(w: int, p: int, itemsize: int, shared: int, backward: bool) -> tuple[int, int, int, int]:
-    """The first of TILES whose operands fit the shared memory of a block. Forward a block holds its queries, and keys and values
-    of as many steps as there are stages; backward queries and gradients stand beside keys and values, and scores between."""
+    """The first of TILES whose operands fit a block's shared memory. Forward a block holds its queries, and keys and values of
+    as many steps as there are stages; backward queries and gradients stand beside keys and values, and scores between."""
     for queries, keys, warps, stages in TILES:
         if backward and queries > 64:
             continue
@@ -155,7 +155,7 @@ def _launch(kernel: Any, tokens: int, backward: bool, q, k, v, bias, null, first
     exact = "ieee" if q.dtype == torch.float32 and not torch.backends.cuda.matmul.allow_tf32 else "tf32"
     kernel[(triton.cdiv(tokens, block), b * h)](
         q, k, v, bias, null, first, last, *rest, *strides, *bias_strides, h, t, s, w, p,
-        EXACT=exact, BM=queries, BN=keys, BW=wide, BP=narrow, num_warps=warps, num_stages=stages,
+        EVEN=w == wide and p == narrow, EXACT=exact, BM=queries, BN=keys, BW=wide, BP=narrow, num_warps=warps, num_stages=stages,
     )  # fmt: skip
 
 
@@ -164,47 +164,99 @@ def _jit(kernel: Callable[..., Any]) -> Any:
 
 
 @_jit
-def _forward_kernel(
-    Q, K, V, BIAS, NULL, FIRST, LAST, Y, M, TOTAL,
-    qb, qh, qt, kb, kh, ks, vb, vh, vs, yb, yh, yt, bb, bh, H, T, S, W, P,
-    EXACT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BW: tl.constexpr, BP: tl.constexpr,
-):  # fmt: skip
-    z = tl.program_id(1).to(tl.int64)
-    b, h = z // H, z % H
-    row = tl.program_id(0) * BM + tl.arange(0, BM)
-    w, p, col = tl.arange(0, BW), tl.arange(0, BP), tl.arange(0, BN)
-    q = tl.load(Q + b * qb + h * qh + row[:, None] * qt + w[None, :], mask=(row[:, None] < T) & (w[None, :] < W), other=0.0)
-    top = tl.full((BM,), float("-inf"), tl.float32)
-    null = tl.full((BM,), float("-inf"), tl.float32)
-    if NULL is not None:
-        null = tl.zeros((BM,), tl.float32) + tl.load(NULL + h)
-        top = null
-    found = tl.zeros((BM,), tl.float32)
-    y = tl.zeros((BM, BP), tl.float32)
-    begin = 0
-    first = tl.zeros((BM,), tl.int32)
-    if FIRST is not None:
-        first = tl.load(FIRST + b * T + row, mask=row < T, other=2147483647)
-        begin = tl.min(first, 0) // BN * BN
-    end = tl.minimum(S, S - T + tl.program_id(0) * BM + BM)
-    for start in range(begin, end, BN):
-        key = start + col
-        k = tl.load(K + b * kb + h * kh + key[None, :] * ks + w[:, None], mask=(key[None, :] < S) & (w[:, None] < W), other=0.0)
-        score = tl.dot(q, k, input_precision=EXACT)
-        if BIAS is not None:
-            score += tl.load(BIAS + b * bb + h * bh + key, mask=key < S, other=float("-inf"))[None, :]
-        seen = (key[None, :] <= row[:, None] + S - T) & (key[None, :] < S)
-        if FIRST is not None:
-            seen = seen & (key[None, :] >= first[:, None])
+def _load(pointer, row, stride, column, rows, columns, MASKED: tl.constexpr, EVEN: tl.constexpr):
+    """A tile: rows and columns that do not exist are 0, which is looked at only where it may be so."""
+    where = pointer + row[:, None] * stride + column[None, :]
+    if MASKED:
+        return tl.load(where, mask=(row[:, None] < rows) & (column[None, :] < columns), other=0.0)
+    if not EVEN:
+        return tl.load(where, mask=column[None, :] < columns, other=0.0)
+    return tl.load(where)
+
+
+@_jit
+def _scores(q, k, BIAS, key, row, first, shift, S, MASKED: tl.constexpr, EXACT: tl.constexpr):
+    """q . k + bias, -inf where a query (row) does not see a key: beyond its place, and before its document."""
+    score = tl.dot(q, tl.trans(k), input_precision=EXACT)
+    if BIAS is not None:
+        if MASKED:
+            score += tl.load(BIAS + key, mask=key < S, other=float("-inf"))[None, :]
+        else:
+            score += tl.load(BIAS + key)[None, :]
+    if MASKED:
+        seen = (key[None, :] <= row[:, None] + shift) & (key[None, :] < S) & (key[None, :] >= first[:, None])
         score = tl.where(seen, score, float("-inf"))
+    return score
+
+
+@_jit
+def _read_keys(
+    q, y, top, found, K, V, BIAS, row, first, ks, vs, begin, end, shift, S, W, P,
+    MASKED: tl.constexpr, EVEN: tl.constexpr, EXACT: tl.constexpr, BN: tl.constexpr, BW: tl.constexpr, BP: tl.constexpr,
+):  # fmt: skip
+    """The forward pass over the keys from begin to end."""
+    for start in range(begin, end, BN):
+        key = start + tl.arange(0, BN)
+        k = _load(K, key, ks, tl.arange(0, BW), S, W, MASKED, EVEN)
+        score = _scores(q, k, BIAS, key, row, first, shift, S, MASKED, EXACT)
         now = tl.maximum(top, tl.max(score, 1))
         base = tl.where(now == float("-inf"), 0.0, now)
         weight = tl.exp(score - base[:, None])
         scale = tl.exp(top - base)
         found = found * scale + tl.sum(weight, 1)
-        v = tl.load(V + b * vb + h * vh + key[:, None] * vs + p[None, :], mask=(key[:, None] < S) & (p[None, :] < P), other=0.0)
+        v = _load(V, key, vs, tl.arange(0, BP), S, P, MASKED, EVEN)
         y = y * scale[:, None] + tl.dot(weight.to(v.dtype), v, input_precision=EXACT)
         top = now
+    return y, top, found
+
+
+@_jit
+def _ranges(FIRST, row, tokens, block, shift, T, S, BM: tl.constexpr, BN: tl.constexpr):
+    """Of a block of queries: where each one's document begins, and the keys from `begin` to `end` that any of them sees, of which
+    all see those from `sure` to `full`."""
+    begin, sure = 0, 0
+    full = tl.minimum((block * BM + shift + 1) // BN * BN, S // BN * BN)
+    end = tl.minimum(S, shift + block * BM + BM)
+    first = tl.zeros((BM,), tl.int32)
+    if FIRST is not None:
+        first = tl.load(FIRST + tokens + row, mask=row < T, other=2147483647)
+        begin = tl.min(first, 0) // BN * BN
+        sure = tl.cdiv(tl.max(tl.where(row < T, first, 0), 0), BN) * BN
+        full = tl.maximum(full, sure)
+    return first, begin, sure, full, end
+
+
+@_jit
+def _forward_kernel(
+    Q, K, V, BIAS, NULL, FIRST, LAST, Y, M, TOTAL,
+    qb, qh, qt, kb, kh, ks, vb, vh, vs, yb, yh, yt, bb, bh, H, T, S, W, P,
+    EVEN: tl.constexpr, EXACT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BW: tl.constexpr, BP: tl.constexpr,
+):  # fmt: skip
+    z = tl.program_id(1).to(tl.int64)
+    b, h, shift = z // H, z % H, S - T
+    row, p = tl.program_id(0) * BM + tl.arange(0, BM), tl.arange(0, BP)
+    q = _load(Q + b * qb + h * qh, row, qt, tl.arange(0, BW), T, W, True, EVEN)
+    top = tl.full((BM,), float("-inf"), tl.float32)
+    null = top
+    if NULL is not None:
+        null = tl.zeros((BM,), tl.float32) + tl.load(NULL + h)
+        top = null
+    if BIAS is not None:
+        BIAS += b * bb + h * bh
+    found, y = tl.zeros((BM,), tl.float32), tl.zeros((BM, BP), tl.float32)
+    K += b * kb + h * kh
+    V += b * vb + h * vh
+    first, begin, sure, full, end = _ranges(FIRST, row, b * T, tl.program_id(0), shift, T, S, BM, BN)
+    if FIRST is not None:
+        y, top, found = _read_keys(
+            q, y, top, found, K, V, BIAS, row, first, ks, vs, begin, sure, shift, S, W, P, True, EVEN, EXACT, BN, BW, BP
+        )
+    y, top, found = _read_keys(
+        q, y, top, found, K, V, BIAS, row, first, ks, vs, sure, full, shift, S, W, P, False, EVEN, EXACT, BN, BW, BP
+    )
+    y, top, found = _read_keys(
+        q, y, top, found, K, V, BIAS, row, first, ks, vs, full, end, shift, S, W, P, True, EVEN, EXACT, BN, BW, BP
+    )
     base = tl.where(top == float("-inf"), 0.0, top)
     total = found
     if NULL is not None:
@@ -214,50 +266,150 @@ def _forward_kernel(
     place = z * T + row
     tl.store(M + place, found / total, mask=row < T)
     tl.store(TOTAL + place, tl.where(none, float("inf"), base + tl.log(total)), mask=row < T)
-    y = y / total[:, None]
     where = Y + b * yb + h * yh + row[:, None] * yt + p[None, :]
-    tl.store(where, y.to(Y.dtype.element_ty), mask=(row[:, None] < T) & (p[None, :] < P))
+    tl.store(where, (y / total[:, None]).to(Y.dtype.element_ty), mask=(row[:, None] < T) & (p[None, :] < P))
+
+
+@_jit
+def _collect_queries(
+    dk, dv, dbias, k, v, bias, Q, DY, TOTAL, C, key, last, qt, yt, begin, end, shift, T, S, W, P,
+    MASKED: tl.constexpr, EVEN: tl.constexpr, EXACT: tl.constexpr, BM: tl.constexpr, BW: tl.constexpr, BP: tl.constexpr,
+):  # fmt: skip
+    """The gradients by a block of keys, from the queries between begin and end."""
+    for start in range(begin, end, BM):
+        row = start + tl.arange(0, BM)
+        q = _load(Q, row, qt, tl.arange(0, BW), T, W, MASKED, EVEN)
+        dy = _load(DY, row, yt, tl.arange(0, BP), T, P, MASKED, EVEN)
+        total = tl.load(TOTAL + row, mask=row < T, other=float("inf"))
+        c = tl.load(C + row, mask=row < T, other=0.0)
+        score = tl.dot(k, tl.trans(q), input_precision=EXACT) + bias[:, None]
+        weight = tl.exp(score - total[None, :])
+        if MASKED:
+            seen = (key[:, None] <= row[None, :] + shift) & (row[None, :] < last[:, None])
+            weight = tl.where(seen, weight, 0.0)
+        dv += tl.dot(weight.to(dy.dtype), dy, input_precision=EXACT)
+        dscore = weight * (tl.dot(v, tl.trans(dy), input_precision=EXACT) + c[None, :])
+        dbias += tl.sum(dscore, 1)
+        dk += tl.dot(dscore.to(q.dtype), q, input_precision=EXACT)
+    return dk, dv, dbias
 
 
 @_jit
 def _key_kernel(
     Q, K, V, BIAS, NULL, FIRST, LAST, DY, C, TOTAL, DK, DV, DBIAS,
     qb, qh, qt, kb, kh, ks, vb, vh, vs, yb, yh, yt, bb, bh, H, T, S, W, P,
-    EXACT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BW: tl.constexpr, BP: tl.constexpr,
+    EVEN: tl.constexpr, EXACT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BW: tl.constexpr, BP: tl.constexpr,
 ):  # fmt: skip
     z = tl.program_id(1).to(tl.int64)
-    b, h = z // H, z % H
-    key = tl.program_id(0) * BN + tl.arange(0, BN)
-    w, p = tl.arange(0, BW), tl.arange(0, BP)
-    k = tl.load(K + b * kb + h * kh + key[:, None] * ks + w[None, :], mask=(key[:, None] < S) & (w[None, :] < W), other=0.0)
-    v = tl.load(V + b * vb + h * vh + key[:, None] * vs + p[None, :], mask=(key[:, None] < S) & (p[None, :] < P), other=0.0)
+    b, h, shift, block = z // H, z % H, S - T, tl.program_id(0)
+    key, w, p = block * BN + tl.arange(0, BN), tl.arange(0, BW), tl.arange(0, BP)
+    k = _load(K + b * kb + h * kh, key, ks, w, S, W, True, EVEN)
+    v = _load(V + b * vb + h * vh, key, vs, p, S, P, True, EVEN)
     bias = tl.zeros((BN,), tl.float32)
     if BIAS is not None:
         bias = tl.load(BIAS + b * bb + h * bh + key, mask=key < S, other=float("-inf"))
-    dk, dv = tl.zeros((BN, BW), tl.float32), tl.zeros((BN, BP), tl.float32)
-    dbias = tl.zeros((BN,), tl.float32)
-    begin = tl.maximum(0, tl.program_id(0) * BN - (S - T)) // BM * BM
-    end = T
-    last = tl.zeros((BN,), tl.int32) + T
+    dk, dv, dbias = tl.zeros((BN, BW), tl.float32), tl.zeros((BN, BP), tl.float32), tl.zeros((BN,), tl.float32)
+    begin = tl.maximum(0, block * BN - shift) // BM * BM
+    last, end = tl.zeros((BN,), tl.int32) + T, T
+    full = T // BM * BM
     if LAST is not None:
         last = tl.load(LAST + b * T + key, mask=key < S, other=0)
         end = tl.max(last, 0)
-    for start in range(begin, end, BM):
-        row = start + tl.arange(0, BM)
-        inside = row < T
-        q = tl.load(Q + b * qb + h * qh + row[:, None] * qt + w[None, :], mask=inside[:, None] & (w[None, :] < W), other=0.0)
-        dy = tl.load(DY + b * yb + h * yh + row[:, None] * yt + p[None, :], mask=inside[:, None] & (p[None, :] < P), other=0.0)
-        total = tl.load(TOTAL + z * T + row, mask=inside, other=float("inf"))
-        c = tl.load(C + z * T + row, mask=inside, other=0.0)
-        score = tl.dot(k, tl.trans(q), input_precision=EXACT) + bias[:, None]
-        seen = (key[:, None] <= row[None, :] + S - T) & (key[:, None] < S) & inside[None, :]
-        if LAST is not None:
-            seen = seen & (row[None, :] < last[:, None])
-        weight = tl.where(seen, tl.exp(score - total[None, :]), 0.0)
-        dv += tl.dot(weight.to(dy.dtype), dy, input_precision=EXACT)
-        dscore = weight * (tl.dot(v, tl.trans(dy), input_precision=EXACT) + c[None, :])
-        dbias += tl.sum(dscore, 1)
-        dk += tl.dot(dscore.to(q.dtype), q, input_precision=EXACT)
+        full = tl.min(tl.where(key < S, last, T), 0) // BM * BM
+    sure = tl.cdiv(tl.maximum(0, block * BN + BN - 1 - shift), BM) * BM  # queries from there on see all of these keys
+    sure = tl.minimum(sure, end)
+    full = tl.maximum(full, sure)
+    Q += b * qb + h * qh
+    DY += b * yb + h * yh
+    C += z * T
+    TOTAL += z * T
+    dk, dv, dbias = _collect_queries(
+        dk,
+        dv,
+        dbias,
+        k,
+        v,
+        bias,
+        Q,
+        DY,
+        TOTAL,
+        C,
+        key,
+        last,
+        qt,
+        yt,
+        begin,
+        sure,
+        shift,
+        T,
+        S,
+        W,
+        P,
+        True,
+        EVEN,
+        EXACT,
+        BM,
+        BW,
+        BP,
+    )
+    dk, dv, dbias = _collect_queries(
+        dk,
+        dv,
+        dbias,
+        k,
+        v,
+        bias,
+        Q,
+        DY,
+        TOTAL,
+        C,
+        key,
+        last,
+        qt,
+        yt,
+        sure,
+        full,
+        shift,
+        T,
+        S,
+        W,
+        P,
+        False,
+        EVEN,
+        EXACT,
+        BM,
+        BW,
+        BP,
+    )
+    dk, dv, dbias = _collect_queries(
+        dk,
+        dv,
+        dbias,
+        k,
+        v,
+        bias,
+        Q,
+        DY,
+        TOTAL,
+        C,
+        key,
+        last,
+        qt,
+        yt,
+        full,
+        end,
+        shift,
+        T,
+        S,
+        W,
+        P,
+        True,
+        EVEN,
+        EXACT,
+        BM,
+        BW,
+        BP,
+    )
     place = (z * S + key)[:, None]
     tl.store(DK + place * W + w[None, :], dk.to(DK.dtype.element_ty), mask=(key[:, None] < S) & (w[None, :] < W))
     tl.store(DV + place * P + p[None, :], dv.to(DV.dtype.element_ty), mask=(key[:, None] < S) & (p[None, :] < P))
@@ -265,38 +417,49 @@ def _key_kernel(
 
 
 @_jit
+def _collect_keys(
+    dq, q, dy, total, c, K, V, BIAS, row, first, ks, vs, begin, end, shift, S, W, P,
+    MASKED: tl.constexpr, EVEN: tl.constexpr, EXACT: tl.constexpr, BN: tl.constexpr, BW: tl.constexpr, BP: tl.constexpr,
+):  # fmt: skip
+    """The gradient by a block of queries, from the keys between begin and end."""
+    for start in range(begin, end, BN):
+        key = start + tl.arange(0, BN)
+        k = _load(K, key, ks, tl.arange(0, BW), S, W, MASKED, EVEN)
+        v = _load(V, key, vs, tl.arange(0, BP), S, P, MASKED, EVEN)
+        weight = tl.exp(_scores(q, k, BIAS, key, row, first, shift, S, MASKED, EXACT) - total[:, None])
+        dscore = weight * (tl.dot(dy, tl.trans(v), input_precision=EXACT) + c[:, None])
+        dq += tl.dot(dscore.to(k.dtype), k, input_precision=EXACT)
+    return dq
+
+
+@_jit
 def _query_kernel(
     Q, K, V, BIAS, NULL, FIRST, LAST, DY, C, TOTAL, DQ,
     qb, qh, qt, kb, kh, ks, vb, vh, vs, yb, yh, yt, bb, bh, H, T, S, W, P,
-    EXACT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BW: tl.constexpr, BP: tl.constexpr,
+    EVEN: tl.constexpr, EXACT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BW: tl.constexpr, BP: tl.constexpr,
 ):  # fmt: skip
     z = tl.program_id(1).to(tl.int64)
-    b, h = z // H, z % H
-    row = tl.program_id(0) * BM + tl.arange(0, BM)
-    w, p, col = tl.arange(0, BW), tl.arange(0, BP), tl.arange(0, BN)
-    inside = row < T
-    q = tl.load(Q + b * qb + h * qh + row[:, None] * qt + w[None, :], mask=inside[:, None] & (w[None, :] < W), other=0.0)
-    dy = tl.load(DY + b * yb + h * yh + row[:, None] * yt + p[None, :], mask=inside[:, None] & (p[None, :] < P), other=0.0)
-    total = tl.load(TOTAL + z * T + row, mask=inside, other=float("inf"))
-    c = tl.load(C + z * T + row, mask=inside, other=0.0)
+    b, h, shift = z // H, z % H, S - T
+    row, w = tl.program_id(0) * BM + tl.arange(0, BM), tl.arange(0, BW)
+    q = _load(Q + b * qb + h * qh, row, qt, w, T, W, True, EVEN)
+    dy = _load(DY + b * yb + h * yh, row, yt, tl.arange(0, BP), T, P, True, EVEN)
+    total = tl.load(TOTAL + z * T + row, mask=row < T, other=float("inf"))
+    c = tl.load(C + z * T + row, mask=row < T, other=0.0)
+    if BIAS is not None:
+        BIAS += b * bb + h * bh
+    K += b * kb + h * kh
+    V += b * vb + h * vh
     dq = tl.zeros((BM, BW), tl.float32)
-    begin = 0
-    first = tl.zeros((BM,), tl.int32)
+    first, begin, sure, full, end = _ranges(FIRST, row, b * T, tl.program_id(0), shift, T, S, BM, BN)
     if FIRST is not None:
-        first = tl.load(FIRST + b * T + row, mask=inside, other=2147483647)
-        begin = tl.min(first, 0) // BN * BN
-    end = tl.minimum(S, S - T + tl.program_id(0) * BM + BM)
-    for start in range(begin, end, BN):
-        key = start + col
-        k = tl.load(K + b * kb + h * kh + key[:, None] * ks + w[None, :], mask=(key[:, None] < S) & (w[None, :] < W), other=0.0)
-        v = tl.load(V + b * vb + h * vh + key[:, None] * vs + p[None, :], mask=(key[:, None] < S) & (p[None, :] < P), other=0.0)
-        score = tl.dot(q, tl.trans(k), input_precision=EXACT)
-        if BIAS is not None:
-            score += tl.load(BIAS + b * bb + h * bh + key, mask=key < S, other=float("-inf"))[None, :]
-        seen = (key[None, :] <= row[:, None] + S - T) & (key[None, :] < S) & inside[:, None]
-        if FIRST is not None:
-            seen = seen & (key[None, :] >= first[:, None])
-        weight = tl.where(seen, tl.exp(score - total[:, None]), 0.0)
-        dscore = weight * (tl.dot(dy, tl.trans(v), input_precision=EXACT) + c[:, None])
-        dq += tl.dot(dscore.to(k.dtype), k, input_precision=EXACT)
-    tl.store(DQ + (z * T + row)[:, None] * W + w[None, :], dq.to(DQ.dtype.element_ty), mask=inside[:, None] & (w[None, :] < W))
+        dq = _collect_keys(
+            dq, q, dy, total, c, K, V, BIAS, row, first, ks, vs, begin, sure, shift, S, W, P, True, EVEN, EXACT, BN, BW, BP
+        )
+    dq = _collect_keys(
+        dq, q, dy, total, c, K, V, BIAS, row, first, ks, vs, sure, full, shift, S, W, P, False, EVEN, EXACT, BN, BW, BP
+    )
+    dq = _collect_keys(
+        dq, q, dy, total, c, K, V, BIAS, row, first, ks, vs, full, end, shift, S, W, P, True, EVEN, EXACT, BN, BW, BP
+    )
+    where = DQ + (z * T + row)[:, None] * W + w[None, :]
+    tl.store(where, dq.to(DQ.dtype.element_ty), mask=(row[:, None] < T) & (w[None, :] < W))

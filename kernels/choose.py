@@ -270,8 +270,8 @@ def not_for_cuda_package(x: Tensor, *_: Any) -> str | None:
 
 
 def import_alone(name: str) -> Any:
-    """A module of a package. Where the package itself cannot be imported because a compiled part of it is missing, which what is
-    in Triton does not need, the module alone."""
+    """A module of a package; the module alone where the package cannot be imported because a compiled part of it is missing,
+    which what is in Triton does not need."""
     try:
         return import_module(name)
     except ImportError:

@@ -18,7 +18,8 @@ from surgery.kernels.functions import on_gpu, result_dtype
 
 CHUNK = 16  # tokens: a CPU spends least on chunks of this length, and with a decay for every channel a GPU as well
 CHUNK_ON_GPU = 64
-MOST = 2**24  # numbers of the products of decays between the tokens of a chunk that are held at once
+MOST = 2**18  # numbers of the decays between the tokens of a chunk that are held at once: what fits a cache of a CPU
+MOST_ON_GPU = 2**26
 EPS = 1e-6  # of the squared length of queries and keys, as in transformers
 
 
@@ -74,8 +75,8 @@ def delta_rule(
         queries, keys = of_heads(queries), of_heads(keys)
     else:
         queries, keys = of_heads(queries), of_heads(keys)
-        size = max(1, MOST // (b * h * length * length * n))  # chunks at a time
-        parts = zip(*(m.split(size, 2) for m in (keys, queries, decay)), strict=True)
+        size = max(1, (MOST_ON_GPU if on_gpu(v) else MOST) // (b * h * length * length * n))  # chunks at a time
+        parts = zip(*(m.split(size, 2) for m in (keys, queries, decay.to(work))), strict=True)
         own, scores = torch.cat([_faded(key, query, part) for key, query, part in parts], 2).unbind(-1)
     right = torch.cat([values, keys * entering], -1) * rate
     solved = torch.linalg.solve_triangular((own * rate).tril(-1), right, upper=False, unitriangular=True)
@@ -93,8 +94,9 @@ def delta_rule(
 def _faded(keys: Tensor, queries: Tensor, decay: Tensor) -> Tensor:
     """Products of keys and of queries (..., t, n) with keys, each channel faded by its decay from s to t: (..., t, s, 2).
     decay: sums of log_decay. Where s > t they mean nothing, and are finite."""
-    between = (decay[..., :, None, :] - decay[..., None, :, :]).clamp(max=0).to(keys.dtype).exp()
-    return (keys[..., None, :, :] * between) @ torch.stack([keys, queries], -1)
+    between = (decay[..., :, None, :] - decay[..., None, :, :]).clamp(max=0).exp()
+    faded = between * keys[..., None, :, :]
+    return torch.stack([(m[..., :, None, :] * faded).sum(-1) for m in (keys, queries)], -1)
 
 
 def delta_step(state: Tensor, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor) -> Tensor:
