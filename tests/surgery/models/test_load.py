@@ -16,6 +16,7 @@ from surgery.errors import UserError
 from surgery.modeling import FAMILIES
 from surgery.models import load as loading
 from surgery.models.load import choose_dtype, load
+from surgery.records.plan import Plan
 from surgery.splicing.splice import splice, unsplice
 from tests.surgery.modeling.bases import make_base, make_hybrid, make_rows
 
@@ -57,6 +58,16 @@ def test_a_hybrid_comes_with_grafts_that_learn(tmp_path: Path) -> None:
     assert torch.equal(model(make_rows(), use_cache=False).logits, live(make_rows(), use_cache=False).logits)
 
 
+def test_layers_of_attention_without_a_plan_are_the_base_s(tmp_path: Path) -> None:
+    live = splice(make_base("mamba2", dtype=torch.float32), Plan(kind="layer", sites=("L1",)))
+    folder = save(live, tmp_path / "hybrid")
+    model, _ = load(folder)
+    assert not model.graft_parameters()
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    (folder / "plan.json").write_text("{}")
+    assert set(load(folder).model.graft_parameters()) == set(live.graft_parameters())
+
+
 def test_a_model_of_no_family_comes_as_transformers_has_it(tmp_path: Path) -> None:
     config = GPT2Config(vocab_size=40, n_embd=16, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)
     model, _ = load(save(GPT2LMHeadModel(config), tmp_path / "gpt2"))
@@ -93,13 +104,7 @@ def test_harmless_fields_and_a_malformed_card_do_not_matter(base: Path) -> None:
     edit(base, unsloth_version="2026.1", return_dict=False, torch_dtype="float32", use_mambapy=False, pruned_heads={})
     (base / "README.md").write_bytes(b"---\nlicense: [\n\xff")
     model, _ = load(base)
-    assert splice(model, make_plan())(make_rows()).logits.isfinite().all()
-
-
-def make_plan() -> Any:
-    from surgery.records.plan import Plan
-
-    return Plan(sites=("L1.H1",))
+    assert splice(model, Plan(sites=("L1.H1",)))(make_rows()).logits.isfinite().all()
 
 
 def remove(*names: str) -> Callable[[Path], None]:
