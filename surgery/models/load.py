@@ -123,8 +123,8 @@ def open_folder(folder: Path, dtype: torch.dtype | None, device: str, spread: bo
     model = adopt(model)
     grafts = getattr(model.config, "grafts", None) or []
     if not (folder / PLAN).exists():  # whole layers of attention that the base was trained with, as mamba2attn-2.7b has them
-        for entry in grafts:
-            entry |= {"of_base": True} if entry.get("kind") == "layer" else {}
+        for entry in (each for each in grafts if each.get("kind") == "layer"):
+            entry["of_base"] = True
     if any(not entry.get("of_base") for entry in grafts):  # the base of a hybrid is frozen
         own = set(model.graft_parameters())
         for name, parameter in model.named_parameters():
