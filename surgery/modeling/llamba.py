@@ -210,6 +210,7 @@ class LlambaModel(HybridBackbone, LlambaPreTrainedModel):
     """The backbone."""
 
     last_norm = "final_layernorm"
+    _no_split_modules = ["LlambaBlock"]
 
     def __init__(self, config: LlambaConfig):
         super().__init__(config)

@@ -42,6 +42,7 @@ class HybridBackbone(GraftedModel):
     """A mixin before a backbone of transformers with `layers` and a norm behind them."""
 
     last_norm = "norm_f"
+    _no_split_modules: Any = ["HybridBlock"]
 
     def forward(
         self: Any,

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from transformers import DataCollatorWithFlattening, DynamicCache
 
-from surgery.splicing.splice import adopt
+from surgery.records.plan import Plan
+from surgery.splicing.splice import adopt, splice
 from tests.surgery.modeling.bases import BASES, STOCK, make_base, make_hybrid, make_rows
 
 FAMILIES = pytest.mark.parametrize("name", BASES)
@@ -79,6 +80,32 @@ def test_padded_is_alone(name: str, null: float | None, side: str) -> None:
     for row, n in enumerate(lengths):
         alone = logits(hybrid, torch.cat([ids[row : row + 1, :n], after[row : row + 1]], 1))
         assert_same(together[row, mask[row].bool()], alone[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("mamba2", {"use_bias": True, "time_step_limit": (0.05, 0.4), "hidden_act": "gelu"}),
+        ("mamba", {"use_bias": True, "use_conv_bias": False, "hidden_act": "gelu"}),
+        ("falcon_mamba", {"use_bias": True, "residual_in_fp32": False}),
+        ("llamba", {"norm_epsilon": 1e-4}),
+    ],
+)
+def test_what_a_configuration_may_say(name: str, more: dict) -> None:
+    """Cached is whole and padded is alone with other fields of the base as well; and adopted is stock."""
+    base, ids = make_base(name, **more), make_rows()
+    hybrid = splice(base, Plan(sites="L1.H0,3", gate=0.5)).eval()
+    mask = (torch.arange(23) >= torch.tensor([[0], [7]])).long()
+    whole, cache = logits(hybrid, ids, attention_mask=mask), DynamicCache(config=hybrid.config)
+    assert_same(whole[1, 7:], logits(hybrid, ids[1:, 7:])[0])
+    parts = []
+    for part in ids.split([9, 1, 13], dim=1):
+        seen = sum(each.shape[1] for each in parts) + part.shape[1]
+        parts.append(logits(hybrid, part, attention_mask=mask[:, :seen], cache_params=cache, use_cache=True))
+    assert_same(torch.cat(parts, 1)[0], whole[0])
+    assert_same(torch.cat(parts, 1)[1, 7:], whole[1, 7:])
+    if name in STOCK:
+        assert_same(logits(adopt(make_base(name, **more)), ids), logits(base, ids), 2e-4)
 
 
 @FAMILIES
