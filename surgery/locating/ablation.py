@@ -32,8 +32,8 @@ class Unit:
 
     @property
     def name(self) -> str:
-        """ "L1.H3", "L0 convolution"."""
-        return str(Site(self.place.layer, self.heads)) if self.heads else f"L{self.place.layer} convolution"
+        """ "L1.H3", "L0.H5,24,+14", "L0 convolution". No two units of a model have one name."""
+        return Site(self.place.layer, self.heads).name if self.heads else f"L{self.place.layer} convolution"
 
     @property
     def layer(self) -> int:

@@ -88,25 +88,31 @@ class Ablator:
         return rise, right
 
     def at_query(self, costs: Iterable[Costs]) -> None:
-        """Measure the query: on all questions, but convolutions on those that are chosen, as a cache holds what they made."""
+        """Measure the query, on all questions. On those that are chosen where a cache does not serve: for convolutions, which
+        wrote what it holds, and for models without any attention outside our families, which have none in transformers."""
         new = [each for each in costs if "query" not in each.at]
+        cached = [each for each in new if all(unit.heads for unit in each.units)]
+        try:
+            for at, batch in self.encoded.batches(self.batch_size, one_length=True) if cached else ():
+                replay = QueryReplay(self.model, batch)
+                mask = torch.ones_like(replay.ids[:, replay.begin :], dtype=torch.bool)
+                for each in cached:
+                    with ablated([(unit, mask) for unit in each.units]):
+                        costs_at = each.at.setdefault("query", np.zeros(len(self.encoded)))
+                        costs_at[at] = replay.losses() - replay.loss
+        except ValueError:
+            cached = []
         for each in new:
-            convolution = not all(unit.heads for unit in each.units)
-            each.at["query"] = self.run((each, "query"))[0] if convolution else np.zeros(len(self.encoded))
-        new = [each for each in new if all(unit.heads for unit in each.units)]
-        for at, batch in self.encoded.batches(self.batch_size, one_length=True) if new else ():
-            replay = QueryReplay(self.model, batch)
-            mask = torch.ones(len(batch.rows), replay.ids.shape[1] - replay.begin, dtype=torch.bool, device=replay.ids.device)
-            for each in new:
-                with ablated([(unit, mask) for unit in each.units]):
-                    each.at["query"][at] = replay.losses() - replay.loss
+            if each not in cached:
+                each.at["query"] = self.run((each, "query"))[0]
 
     def at_places(self, costs: Iterable[Costs], places: Sequence[str] = PLACES) -> None:
         """Measure other places, on the chosen questions."""
         for each in costs:
             for place in places:
                 if place == "everywhere" and each.layer == self.last and all(unit.heads for unit in each.units):
-                    each.at.setdefault(place, each.at["query"][self.chosen])
+                    query = each.at["query"]
+                    each.at.setdefault(place, query if len(query) == len(self.chosen) else query[self.chosen])
                 elif place not in each.at:
                     each.at[place] = self.run((each, place))[0]
 
@@ -143,7 +149,7 @@ def find_roles(
     heads = [*lead, *(each for each in rest if each.mean("query", "evidence") >= COST)]
     convs = [each for each in convs if each.mean("evidence") >= COST]
     groups = [*find_groups(ablator, layers, [*lead, *rest], "query"), *find_groups(ablator, layers, [*lead, *rest], "evidence")]
-    groups = [*convs, *groups]
+    groups = [*convs, *merge_groups(groups)]
     ablator.at_query([*heads, *groups])
     ablator.at_places([*heads, *groups])
     return name_roles(ablator, heads, groups, len(tested))
@@ -173,6 +179,15 @@ def find_groups(ablator: Ablator, layers: Sequence[Costs], members: Sequence[Cos
         whole = Costs(layer.units, layer.name, roles, dict(layer.at))
         groups.append(best if best.mean(place) >= HALF * layer.mean(place) else whole)
     return groups
+
+
+def merge_groups(groups: Sequence[Costs]) -> list[Costs]:
+    """Groups that were found at several places, once each."""
+    merged: dict[str, Costs] = {}
+    for each in groups:
+        if (known := merged.setdefault(each.name, each)) is not each:
+            known.roles, known.at = (*known.roles, *each.roles), {**each.at, **known.at}
+    return list(merged.values())
 
 
 def name_roles(ablator: Ablator, heads: Sequence[Costs], groups: Sequence[Costs], tests: int) -> Found:
@@ -271,12 +286,13 @@ def describe_circuit(ablator: Ablator, gather: Sequence[Costs], aggregate: Seque
         return f"{', '.join(names[:-1])} and {names[-1]} {verb}" if len(names) > 1 else f"{names[0]} {verb}s"
 
     found = f"{listed(aggregate, 'aggregate')} at the query"
-    left = f"ablating {'them' if len(aggregate) > 1 else 'it'} there takes"
-    left += f" {accuracy()} right answers to {accuracy(*((each, 'query') for each in aggregate))}"
+    them = "them" if len(aggregate) > 1 else "it"
+    left = f"ablating {them} there takes the accuracy from {accuracy()} to"
+    left += f" {accuracy(*((each, 'query') for each in aggregate))}"
     if not gather:
         return f"{found}, and nothing was found to gather; {left}."
     places = [(each, max(("evidence", "spans"), key=each.mean)) for each in gather]
-    return f"{listed(gather, 'gather')} at the ends of records; {found}; {left}, ablating what gathers to {accuracy(*places)}."
+    return f"{listed(gather, 'gather')} at the ends of records; {found}; {left}, ablating what gathers, to {accuracy(*places)}."
 
 
 def sites_of(costs: Costs) -> tuple[Site, ...]:

@@ -17,15 +17,16 @@ class Estimate(Record):
 
 
 class Roles(Record):
-    """What zeroing a head's output does to the loss, in nats a question, by where in the text it is zeroed."""
+    """What zeroing a head's output does to the loss, in nats a question, by where in the text it is zeroed. Intervals are
+    corrected for the number of units that were tested (locating/roles.py)."""
 
     everywhere: Estimate
     query: Estimate
-    """At the last token of the question and the tokens of the answer's form."""
+    """At the prompt's last token, and the tokens of an answer behind it."""
     evidence: Estimate
     """At the end of the span that holds the answer."""
     spans: Estimate
-    """At the ends of all spans of evidence."""
+    """At the ends of all spans of evidence: from a span's second token to the one behind it."""
     elsewhere: Estimate
     role: Literal["gather", "aggregate", "both", "none"]
     """By arXiv 2504.18574; docs/roles.md says by which measurement."""
@@ -43,6 +44,11 @@ class HeadScore(Record):
     gain: Estimate | None = None
     """Measured: nats saved a question when the head becomes untrained attention."""
     roles: Roles | None = None
+
+    @property
+    def name(self) -> str:
+        """What a circuit calls it: "L1.H3", "L0.H5,24,+14"."""
+        return self.site.name
 
 
 class GroupScore(Record):

@@ -31,6 +31,13 @@ class Site:
     def __str__(self) -> str:
         return f"L{self.layer}" + (f".H{','.join(map(str, self.heads))}" if self.heads else "")
 
+    @property
+    def name(self) -> str:
+        """As str, but many heads are shortened to `L0.H5,24,+14`, for people."""
+        if len(self.heads) <= 4:
+            return str(self)
+        return f"{Site(self.layer, self.heads[:2])},+{len(self.heads) - 2}"
+
     @classmethod
     def parse(cls, text: str) -> "Site":
         """Raises UserError for a text that is no site, or that names a head twice."""
