@@ -44,8 +44,8 @@ def attend(
     sees no key gives 0. Returns y (b, h, t, p) in the dtype of v, and m (b, h, t) in float32 at least, 1 without a null key.
     """
     if not q.numel() or not v.numel():
-        m = torch.promote_types(v.dtype, torch.float32)
-        return v.new_zeros(*q.shape[:3], v.shape[-1]), v.new_ones(q.shape[:3], dtype=m)
+        work = torch.promote_types(v.dtype, torch.float32)
+        return v.new_zeros(*q.shape[:3], v.shape[-1]), v.new_ones(q.shape[:3], dtype=work)
     if bias is not None and mask is not None:
         bias, mask = bias.masked_fill(~mask[:, None], -torch.inf), None
     if packing is None:

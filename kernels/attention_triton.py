@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from surgery.kernels.functions import on_gpu, transformed, without_autocast
+from surgery.kernels.functions import is_exact, on_gpu, transformed, without_autocast
 
 try:
     import triton
@@ -27,7 +27,7 @@ try:
 except ImportError:
     triton = None
 
-    class tl:  # what the kernels' signatures name
+    class tl:  # type: ignore[no-redef]  # what the kernels' signatures name
         constexpr = int
 
 
@@ -133,11 +133,9 @@ class _Attend(torch.autograd.Function):
         dnull = None
         if null is not None:
             dnull = ((null[:, None] - total).exp() * (c - dm)).sum((0, 2))
-        if bias is None:
-            dbias = None
-        elif bias.shape[1] == 1:
+        if bias is not None and bias.shape[1] == 1:
             dbias = dbias.sum(1, keepdim=True)
-        return dq, dk, dv, dbias, dnull, None, None
+        return dq, dk, dv, None if bias is None else dbias, dnull, None, None
 
 
 def _launch(kernel: Any, tokens: int, backward: bool, q, k, v, bias, null, first, last, *rest: Tensor) -> None:
@@ -152,10 +150,11 @@ def _launch(kernel: Any, tokens: int, backward: bool, q, k, v, bias, null, first
     if bias is not None:
         bias_strides = (bias.stride(0), bias.stride(1) if bias.shape[1] > 1 else 0)
     strides = [n for m in (q, k, v, rest[0]) for n in m.stride()[:3]]
-    exact = "ieee" if q.dtype == torch.float32 and not torch.backends.cuda.matmul.allow_tf32 else "tf32"
+    exact = "ieee" if is_exact(q) else "tf32"
     kernel[(triton.cdiv(tokens, block), b * h)](
         q, k, v, bias, null, first, last, *rest, *strides, *bias_strides, h, t, s, w, p,
-        EVEN=w == wide and p == narrow, EXACT=exact, BM=queries, BN=keys, BW=wide, BP=narrow, num_warps=warps, num_stages=stages,
+        EVEN=w == wide and p == narrow, EXACT=exact, BM=queries, BN=keys, BW=wide, BP=narrow, num_warps=warps,
+        num_stages=stages,
     )  # fmt: skip
 
 
@@ -212,8 +211,8 @@ def _read_keys(
 
 @_jit
 def _ranges(FIRST, row, tokens, block, shift, T, S, BM: tl.constexpr, BN: tl.constexpr):
-    """Of a block of queries: where each one's document begins, and the keys from `begin` to `end` that any of them sees, of which
-    all see those from `sure` to `full`."""
+    """Of a block of queries: where each one's document begins, and the keys from `begin` to `end` that any of them sees, of
+    which all see those from `sure` to `full`."""
     begin, sure = 0, 0
     full = tl.minimum((block * BM + shift + 1) // BN * BN, S // BN * BN)
     end = tl.minimum(S, shift + block * BM + BM)

@@ -197,7 +197,7 @@ def smoke(record: Record) -> None:
         questions = make_probe("kv", tokenizer, pairs=8).questions(16, 0)
         ranking = surgery.locate(model, tokenizer, questions)
         record.say("locate", leads=str(ranking.heads[0].site), seconds=round(time.perf_counter() - began, 2))
-    hybrid = surgery.splice(model, surgery.Plan(sites=("L1.H0", "L2.H3")))
+    hybrid = surgery.splice(model, surgery.Plan(sites=(surgery.Site(1, (0,)), surgery.Site(2, (3,)))))
     with record.attempt("tune"):
         began = time.perf_counter()
         options = Tune(steps=5, batch_size=4, text_batch_size=4, text_tokens=256)
@@ -221,14 +221,15 @@ def shape(record: Record, layers: int, width: int) -> Any:
     import surgery
 
     width = 64 if record.small else width
-    sizes = {"head_dim": 16, "state_size": 16} if record.small else {"head_dim": 64, "state_size": 128}
+    sizes: dict[str, Any] = {"head_dim": 16, "state_size": 16} if record.small else {"head_dim": 64, "state_size": 128}
     config = Mamba2Config(
         hidden_size=width, num_hidden_layers=layers, num_heads=2 * width // sizes["head_dim"], n_groups=1,
         vocab_size=512 if record.small else 50288, **sizes,
     )  # fmt: skip
     with torch.device(record.device):
-        base = Mamba2ForCausalLM(config).to(torch.bfloat16 if record.device.type == "cuda" else torch.float32)
-    return surgery.splice(base, surgery.Plan(sites=tuple(f"L{layers // 2}.H{head}" for head in range(3))))
+        base: Any = Mamba2ForCausalLM(config)
+        base = base.to(torch.bfloat16 if record.device.type == "cuda" else torch.float32)
+    return surgery.splice(base, surgery.Plan(sites=(surgery.Site(layers // 2, (0, 1, 2)),)))
 
 
 def step(record: Record) -> None:
@@ -320,7 +321,7 @@ def attention(record: Record) -> None:
             with torch.no_grad():
                 line["ms"] = record.milliseconds(lambda: attend(*inputs))  # noqa: B023
                 line["torch_ms"] = record.milliseconds(
-                    lambda: F.scaled_dot_product_attention(q, k, same, is_causal=True, scale=1.0)
+                    lambda q=q, k=k, same=same: F.scaled_dot_product_attention(q, k, same, is_causal=True, scale=1.0)
                 )
             line["tflops"] = round(flops / line["ms"] / 1e9, 1)
             line["both_ms"], line["both_torch_ms"] = record.milliseconds(both), record.milliseconds(torchs)

@@ -89,8 +89,8 @@ def _read_options(lora: str | Path) -> tuple[LoraConfig, list[str]]:
         raise UserError(f"cannot read the adapter in {lora}: {str(error).splitlines()[0]}") from error
     if not isinstance(options, LoraConfig):
         raise UserError(f"the adapter in {lora} is of the kind {options.peft_type}; only LoRA is checked")
-    names: Any = options.target_modules or []
-    return options, [names] if isinstance(names, str) else sorted(names)
+    targets: Any = options.target_modules or []
+    return options, [targets] if isinstance(targets, str) else sorted(targets)
 
 
 def _with_adapters(model: PreTrainedModel, options: LoraConfig, targets: list[str]) -> nn.Module:

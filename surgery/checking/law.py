@@ -238,7 +238,8 @@ class Subject:
         options |= {"return_dict_in_generate": True, "output_logits": True, "output_scores": True}
         given = {name: named.pop(name) for name in list(named) if hasattr(GenerationConfig(), name)}
         with torch.no_grad(), self.precision():
-            return self.model.generate(ids, generation_config=GenerationConfig(**options | given), **named)
+            generate: Any = self.model.generate
+            return generate(ids, generation_config=GenerationConfig(**options | given), **named)
 
     def ask(self, name: str, case: Callable[[], Pair]) -> Case:
         """Run a case and judge it."""

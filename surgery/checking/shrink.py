@@ -93,7 +93,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen4_exp_text": {
         "indexer_n_heads": 2,
         "indexer_kv_heads": 1,
-        "indexer_head_dim": 16,
+        "indexer_head_dim": 256,
         "indexer_budget": 16,
         "indexer_compress_ratio": 4,
     },
@@ -134,8 +134,8 @@ def shrink(config: PreTrainedConfig) -> PreTrainedConfig:
         small["num_key_value_heads"] = small["num_attention_heads"]
     if fields.get("linear_num_key_heads") and fields["linear_num_key_heads"] == fields["linear_num_value_heads"]:
         small["linear_num_key_heads"] = small["linear_num_value_heads"]
-    if isinstance(fields.get("expand", fields.get("mamba_expand")), int) and fields.get("mamba_d_ssm") is None:
-        expand = fields.get("expand", fields.get("mamba_expand"))
+    expand = fields.get("expand", fields.get("mamba_expand"))
+    if isinstance(expand, int) and fields.get("mamba_d_ssm") is None:
         for name in ("mamba_n_heads", "num_heads"):
             if name in small and config.model_type not in ("xlstm",):
                 small[name] = expand * HIDDEN // WIDTH

@@ -34,7 +34,7 @@ def main() -> None:
         own = with_gradients(lambda *each: attend_triton(*each, mask, seq_idx)[: 1 + share], args)  # noqa: B023
         truths = with_gradients(lambda *each: reference.attend(*each, mask, packing)[: 1 + share], args, exact=True)  # noqa: B023
         errors = [distance(m, truth) for m, truth in zip(own, truths, strict=True)]
-        print(name, flush=True, *[f"{error:.1e}" for error in errors])
+        print(name, *[f"{error:.1e}" for error in errors], flush=True)
         assert max(errors) < 3e-6
 
 

@@ -1,6 +1,7 @@
 """Documents that share a row, told by any of transformers' ways, do not see each other."""
 
 from itertools import pairwise
+from typing import Any
 
 import torch
 
@@ -15,7 +16,7 @@ def cases(s: Subject):
         parts = [torch.arange(end - begin) for begin, end in pairwise(ends)]
         numbers = torch.cat([torch.full_like(part, number) for number, part in enumerate(parts)])
         bounds, longest = torch.tensor(ends, dtype=torch.int32), max(map(len, parts))
-        told = {
+        told: dict[str, dict[str, Any]] = {
             "position_ids": {"position_ids": torch.cat(parts)[None]},
             "seq_idx": {"seq_idx": numbers[None].int()},
             "cu_seq_lens": {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest},

@@ -1,6 +1,7 @@
 """A folder that save_pretrained writes is the model: tied weights, buffers, several files."""
 
 import tempfile
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -22,7 +23,8 @@ def cases(s: Subject):
         try:
             with tempfile.TemporaryDirectory() as folder:
                 source.save_pretrained(folder, max_shard_size="200KB")
-                again = prepared(AutoModelForCausalLM.from_pretrained(folder, dtype=source.dtype)).to(s.dtype)
+                again: Any = prepared(AutoModelForCausalLM.from_pretrained(folder, dtype=source.dtype))
+                again = again.to(s.dtype)
         finally:
             (logging.enable_progress_bar if shown else logging.disable_progress_bar)()
         with torch.no_grad(), s.precision():
