@@ -186,6 +186,7 @@ class OutputFolder:
             self.remove([] if keep else old)
             for file in files:
                 (target / file).parent.mkdir(parents=True, exist_ok=True)
+                os.chmod(staging / file, 0o666 & ~_umask())  # some libraries write files that others may not read
                 os.replace(staging / file, target / file)
             self._files |= new
             self._made_by |= dict.fromkeys([name, *new], settings_digest(settings))

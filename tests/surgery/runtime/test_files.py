@@ -136,6 +136,12 @@ def test_a_new_folder_replaces_ours_whole(ran):
     assert (ran / "hybrid" / "w").read_text() == "new"
 
 
+def test_new_files_may_be_read_by_whom_the_umask_says(ran):
+    with open_output(ran, overwrite=True) as output, output.new_folder("hybrid") as new:
+        (new / "w").touch(mode=0o600)
+    assert (ran / "hybrid" / "w").stat().st_mode == (ran / "a.json").stat().st_mode
+
+
 def test_a_file_of_the_users_in_the_way_is_not_replaced(ran):
     (ran / "b.json").write_text("mine")
     with open_output(ran, resume=True) as output, pytest.raises(UserError, match=r"b\.json"):

@@ -1,0 +1,123 @@
+"""The whole job on a built-in model, small: what it writes, and what it does not do again."""
+
+from pathlib import Path
+
+import pytest
+
+from surgery import automatic, pipeline
+from surgery.errors import UserError
+from surgery.exporting import export as exporting
+from surgery.look import look
+from surgery.models.load import load
+from surgery.records.recipe import read_recipe
+from surgery.records.report import Report
+from tests.surgery.exporting.folders import InProcess
+
+ROOT = Path(__file__).parents[2]
+BASE = str(ROOT / "checkpoints" / "tiny-mamba2")
+FEW = (
+    "locate.examples=8 locate.options.pairs=4 locate.roles=0 plan.heads=1 tune.steps=2 tune.batch_size=2 "
+    "tune.text_batch_size=1 bench.limit=4 bench.pairs=[4] bench.windows=2 bench.window=64 bench.contexts=[] "
+    "bench.controls=[same_layer]"
+).split()
+STAGES = ("locate", "choose", "tune", "bench", "write_export")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with a text to tune on, and later a run."""
+    folder = tmp_path_factory.mktemp("place")
+    (folder / "text.txt").write_text("Anna lives in Rome. " * 400)
+    return folder
+
+
+def make_recipe(place, *settings):
+    return read_recipe(None, [*FEW, f"data.train_text=[{place / 'text.txt'}]", *settings], model=BASE)
+
+
+@pytest.fixture(scope="module")
+def stages():
+    """The stages that are called, in order."""
+    called = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exporting, "start_reader", lambda _: InProcess())
+        for name in STAGES:
+            work = getattr(pipeline, name)
+            patch.setattr(pipeline, name, lambda *a, _name=name, _work=work, **k: (called.append(_name), _work(*a, **k))[1])
+        yield called
+
+
+@pytest.fixture(scope="module")
+def ran(place, stages):
+    """The folder of a finished run."""
+    pipeline.run(make_recipe(place), place / "out")
+    assert stages == ["locate", "choose", "tune", "tune", "bench", "write_export"]
+    return place / "out"
+
+
+def test_a_run_leaves_each_stages_file(ran):
+    held = {path.relative_to(ran).as_posix() for path in ran.rglob("*") if path.is_file()}
+    assert {"ranking.json", "plan.json", "recipe.yaml", "report.json", "report.md", "report.html", "hybrid/config.json"} <= held
+    report = Report.read(ran / "report.json")
+    assert list(report.models) == ["base", "spliced", "tuned", "control_same_layer"]
+    assert load(ran / "hybrid")[0].config.grafts
+
+
+def test_what_is_done_is_done_again_from_the_stage_on_whose_settings_changed(ran, place, stages):
+    def resume(*settings):
+        stages.clear()
+        pipeline.run(make_recipe(place, *settings), ran, resume=True)
+        return stages
+
+    assert resume() == []
+    assert resume("bench.limit=5") == ["tune", "tune", "bench", "write_export"]  # a tuning that is finished takes no step
+    assert resume("bench.limit=5", "plan.gate=0.75") == ["choose", "tune", "tune", "bench", "write_export"]
+    (place / "text.txt").write_text("Bruno lives in Oslo. " * 400)
+    assert "choose" in resume("bench.limit=5", "plan.gate=0.75")
+
+
+def test_an_output_that_holds_the_model_is_refused(ran):
+    hybrid = ran / "hybrid"
+    with pytest.raises(UserError, match="reads"):
+        pipeline.run(read_recipe(None, FEW, model=str(hybrid)), ran, overwrite=True)
+    assert (hybrid / "model.safetensors").exists()
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        model, tokenizer = load(BASE)
+        first = look(model, tokenizer)
+        patch.setattr("surgery.look._measure", None)  # what one look has measured the next one reads
+        assert look(model, tokenizer) == first
+    return first
+
+
+def test_a_first_look_says_what_can_be_edited_and_whether_it_is_worth_it(seen):
+    assert seen.editable == (0, 1, 2, 3)
+    assert seen.heads == 8
+    assert seen.worth
+    assert seen.pairs in seen.retrieval
+    assert [held.context for held in seen.held] == sorted(held.context for held in seen.held)
+
+
+def test_a_recipe_is_chosen_that_settings_change(seen, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    chosen = automatic.choose_recipe(seen, BASE, None, ["tune.steps=7"])
+    assert chosen.tune.steps == 7
+    assert chosen.locate.options["pairs"] == seen.pairs
+    text = tmp_path / "text.txt"
+    text.write_text("One line of text.\n" * 2000)
+    with_text = automatic.choose_recipe(seen, BASE, text, [])
+    parts = [Path(name).read_text() for name in (*with_text.data.train_text, with_text.data.held_out_text)]
+    assert "".join(parts) == text.read_text()
+    assert automatic.estimate(with_text, seen).memory > seen.parameters * 4
+
+
+@pytest.mark.parametrize("content", ["short", b"\xff" * 30_000])
+def test_a_text_that_cannot_serve_is_refused_before_anything_else(tmp_path, content):
+    path = tmp_path / "text.txt"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(UserError):
+        automatic.check_text(path)
