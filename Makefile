@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-slow check record wheel gpu serving clean
+.PHONY: demo test test-slow check record wheel gpu gpu-carry gpu-rehearsal serving clean
 
 # A model this small gains little by a second thread, which takes a quarter more of the processor's time.
 demo: .venv/.core
@@ -29,7 +29,28 @@ wheel: .venv/.dev
 
 # What wants a GPU. It installs nothing: it takes the environment of this folder, or else the Python that is here.
 gpu:
-	@P=$(BIN)/python; [ -x $$P ] || P=$(PYTHON); exec $$P -m tools.gpu
+	@P=$(BIN)/python; [ -x $$P ] || P=$(PYTHON); S=$$(mktemp -d); \
+	[ ! -f .gpu-carry/site.tar.xz ] || tar xJf .gpu-carry/site.tar.xz -C $$S; PYTHONPATH=$$S exec $$P -m tools.gpu
+
+# What a machine without a network may lack for `make gpu`, for Python 3.12: 7 MB.
+CARRIED := transformers pydantic pydantic-core annotated-types typing-inspection typing-extensions peft
+gpu-carry: .venv/.core
+	rm -rf .gpu-carry && mkdir -p .gpu-carry/site
+	$(BIN)/pip freeze | grep -i -E "^($(subst $() ,|,$(subst -,[-_],$(CARRIED))))==" > .gpu-carry/wanted
+	$(BIN)/pip install --quiet --no-compile --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \
+	    --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 \
+	    --target .gpu-carry/site -r .gpu-carry/wanted
+	MAMBA_SKIP_CUDA_BUILD=TRUE $(BIN)/pip download --quiet --no-deps --no-build-isolation --no-binary :all: -d .gpu-carry mamba-ssm
+	tar xzf .gpu-carry/mamba_ssm-*.tar.gz -C .gpu-carry && mv .gpu-carry/mamba_ssm-*/mamba_ssm .gpu-carry/site/
+	tar cJf .gpu-carry/site.tar.xz -C .gpu-carry/site . && rm -r .gpu-carry/site .gpu-carry/mamba_ssm-* .gpu-carry/wanted
+
+# The kernels of GPUs in Triton's interpreter, on a CPU: no GPU is needed.
+gpu-rehearsal: .venv/.dev
+	[ -d .gpu-rehearsal ] || $(BIN)/pip install --quiet --no-compile --no-deps --target .gpu-rehearsal triton einops
+	[ -d .gpu-rehearsal/mamba_ssm ] || { MAMBA_SKIP_CUDA_BUILD=TRUE $(BIN)/pip download --quiet --no-deps \
+	    --no-build-isolation --no-binary :all: -d .gpu-rehearsal mamba-ssm && cd .gpu-rehearsal && \
+	    tar xzf mamba_ssm-*.tar.gz && mv mamba_ssm-*/mamba_ssm . ; }
+	PYTHONPATH=.gpu-rehearsal $(BIN)/python -m pytest -n 0 tests/kernels
 
 # vLLM pins other versions than this project: it lives in an environment of its own, with this package for its plugin.
 serving: .venv/.dev .venv-vllm/.installed .venv-llama-cpp/.installed

@@ -46,11 +46,6 @@ def without_autocast(run: Pass) -> Pass:
     return cast(Pass, in_one_precision)
 
 
-def seeded() -> dict[str, Any]:
-    """Options of torch.rand and torch.randn, for examples: the same numbers whatever torch's defaults are."""
-    return {"generator": torch.Generator("cpu").manual_seed(0), "dtype": torch.float32, "device": "cpu"}
-
-
 def as_tuple(results: Any) -> tuple[Tensor, ...]:
     """What a backend gives, one tensor or several, as several."""
     return (results,) if isinstance(results, Tensor) else tuple(results)
@@ -85,9 +80,9 @@ def on_gpu(x: Tensor) -> bool:
     return x.device.type == "cuda"
 
 
-def capability(device: torch.device) -> tuple[int, int]:
-    """A GPU's compute capability; (0, 0) where there is none, as under FakeTensorMode on another machine."""
-    return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else (0, 0)
+def is_exact(x: Tensor) -> bool:
+    """Whether products of x are to be computed in float32, and not be rounded to TensorFloat-32."""
+    return x.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
 
 
 def traced(*tensors: object) -> bool:

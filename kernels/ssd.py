@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from surgery.kernels.choose import Backend, Operation, hub, import_alone, not_for_cuda_package
-from surgery.kernels.functions import on_gpu, result_dtype, transformed
+from surgery.kernels.functions import is_exact, on_gpu, result_dtype, transformed
 from surgery.kernels.native import step_refuses
 from surgery.kernels.ssd_chunked import chunked_scan
 from surgery.kernels.ssd_native import refuses, step
@@ -110,6 +110,12 @@ def _by_triton(find: Callable[[], Any]) -> Callable[..., tuple[Tensor, Tensor]]:
     return run
 
 
+def _not_for_triton(x, *rest) -> str | None:
+    if reason := not_for_cuda_package(x):
+        return reason
+    return "it rounds float32 to TensorFloat-32, which torch is told not to do" if is_exact(x) else None
+
+
 def _not_packed(x, dt, A, B, C, D, initial_state, seq_idx, chunk_size) -> str | None:
     return "it takes one document a row" if seq_idx is not None else None
 
@@ -125,7 +131,7 @@ SSD_SCAN = Operation(
     Backend(
         "mamba_ssm",
         _by_triton(lambda: import_alone("mamba_ssm.ops.triton.ssd_combined")),
-        not_for_cuda_package,
+        _not_for_triton,
         probed=True,
         by_size=True,
         opaque=True,
@@ -135,7 +141,7 @@ SSD_SCAN = Operation(
     Backend(
         "hub",
         _by_triton(lambda: hub("mamba-ssm", 4)),
-        not_for_cuda_package,
+        _not_for_triton,
         probed=True,
         by_size=True,
         on_request=True,

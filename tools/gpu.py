@@ -12,8 +12,11 @@ the CPU, with small sizes. Status: 0 if nothing failed.
     scans      the scan, packed and not, and its step at mamba2-2.7b's width
     memory     what a grafted block holds as the context grows
     tests      pytest -m gpu
+
+mamba_ssm's kernels are tuned when they are first called, which takes minutes; --quick tries two configurations of each.
 """
 
+# ruff: noqa: B023  (what is timed is called within the loop that made it)
 import argparse
 import contextlib
 import importlib
@@ -307,19 +310,19 @@ def attention(record: Record) -> None:
         flops = b * h * t * t * (w + p)  # causal, a multiplication and an addition each
 
         def both(**more: Any) -> None:
-            y, m = attend(*inputs, **more)  # noqa: B023
-            torch.autograd.grad(y.float().sum() + m.sum(), inputs)  # noqa: B023
+            y, m = attend(*inputs, **more)
+            torch.autograd.grad(y.float().sum() + m.sum(), inputs)
 
         same = F.pad(v.detach(), (0, w - p)).requires_grad_()
 
         def torchs() -> None:
-            y = F.scaled_dot_product_attention(q, k, same, is_causal=True, scale=1.0)  # noqa: B023
-            torch.autograd.grad(y.float().sum(), [q, k, same])  # noqa: B023
+            y = F.scaled_dot_product_attention(q, k, same, is_causal=True, scale=1.0)
+            torch.autograd.grad(y.float().sum(), [q, k, same])
 
         with record.attempt(f"{b} x {h} pairs x {t} tokens"):
             line: dict[str, Any] = {}
             with torch.no_grad():
-                line["ms"] = record.milliseconds(lambda: attend(*inputs))  # noqa: B023
+                line["ms"] = record.milliseconds(lambda: attend(*inputs))
                 line["torch_ms"] = record.milliseconds(
                     lambda q=q, k=k, same=same: F.scaled_dot_product_attention(q, k, same, is_causal=True, scale=1.0)
                 )
@@ -361,7 +364,7 @@ def scans(record: Record) -> None:
             if backend.on_request or operation.why_not(backend, *args):
                 continue
             with record.attempt(f"{name} {backend.name}"), torch.no_grad():
-                record.say(f"{name} {backend.name}", ms=record.milliseconds(lambda: backend.run(*args)))  # noqa: B023
+                record.say(f"{name} {backend.name}", ms=record.milliseconds(lambda: backend.run(*args)))
 
 
 def memory(record: Record) -> None:
