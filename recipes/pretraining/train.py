@@ -26,6 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from surgery.errors import UserError
 from surgery.evaluation.statistics import estimate
+from surgery.exporting.tokenizer import save_tokenizer
 from surgery.probes import make_probe
 from surgery.probes.choice import lettered
 from surgery.probes.compare import Compare
@@ -432,7 +433,7 @@ def write(out: Path, training: Training, measured: dict[str, Any]) -> None:
     recipe, model = training.recipe, training.model
     base = model if recipe.attention or not hasattr(model, "disable_grafts") else unsplice(model)
     base.save_pretrained(out)
-    training.tokenizer.save_pretrained(out)
+    save_tokenizer(training.tokenizer, out)
     for file in out.glob("*.py"):  # a checkpoint of this repository needs no copy of its code
         file.unlink()
     config = json.loads(read_text(out / "config.json"))

@@ -1,0 +1,115 @@
+"""The script that makes built-in bases: recipes fit, a training goes on where it stopped, questions are the probes' own."""
+
+import importlib.util
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from surgery.errors import UserError
+from surgery.probes.compare import Compare
+from surgery.probes.records import Records
+from surgery.runtime.yaml import parse_yaml
+
+FOLDER = Path(__file__).parents[2] / "recipes" / "pretraining"
+SPEC = importlib.util.spec_from_file_location("train", FOLDER / "train.py")
+assert SPEC is not None
+assert SPEC.loader is not None
+train: Any = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(train)
+
+SMALL = {
+    "architecture": {"model_type": "mamba2", "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 4, "head_dim": 16}
+    | {"state_size": 8, "n_groups": 1, "chunk_size": 16, "tie_word_embeddings": True},
+    **{"steps": 60, "alone_steps": 60, "targets": 8, "documents": 1, "sentences": 2, "choice": 1, "examples": 8},
+}
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.yaml")), ids=lambda path: path.stem)
+def test_a_recipe_makes_a_model(path: Path) -> None:
+    recipe = train.BaseRecipe.model_validate(parse_yaml(path.read_text(), str(path)))
+    tokenizer = train.build_tokenizer()
+    model = train.fresh_model(recipe, tokenizer)
+    part = train.encode_examples(tokenizer, train.retrieval(recipe, random.Random(0), 3)[:2])
+    assert train.loss_of(model, part).isfinite()
+    assert all(p.requires_grad for p in model.parameters())
+
+
+def test_an_interrupted_training_goes_on_alike(tmp_path: Path) -> None:
+    recipe = train.BaseRecipe.model_validate(SMALL | {"steps": 60})
+    tokenizer = train.build_tokenizer()
+    whole = train.Training(recipe, tokenizer, tmp_path / "whole")
+    whole.run()
+    part = train.Training(recipe, tokenizer, tmp_path / "part")
+    take_step, left = part.step, [100]
+
+    def stop(*given: Any) -> bool:
+        left[0] -= 1
+        if not left[0]:
+            raise KeyboardInterrupt
+        return take_step(*given)
+
+    part.step = stop
+    with pytest.raises(KeyboardInterrupt):
+        part.run()
+    again = train.Training(recipe, tokenizer, tmp_path / "part")
+    again.restore()
+    assert again.at["alone"] + again.at["all"] == 50
+    again.run()
+    assert all(torch.equal(p, q) for p, q in zip(whole.model.parameters(), again.model.parameters(), strict=True))
+    assert again.log == whole.log
+    other = train.Training(recipe.model_copy(update={"seed": 1}), tokenizer, tmp_path / "part")
+    with pytest.raises(UserError):
+        other.restore()
+
+
+def test_a_checkpoint_is_what_was_measured(tmp_path: Path) -> None:
+    (tmp_path / "small.yaml").write_text(train.yaml.safe_dump(SMALL | {"steps": 2, "alone_steps": 0}))
+    train.main([str(tmp_path / "small.yaml"), "--out", str(tmp_path / "small")])
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "small")
+    assert type(model).__name__ == "Mamba2ForCausalLM"
+    names = {path.name for path in (tmp_path / "small").iterdir()}
+    assert {"README.md", "recipe.yaml", "log.jsonl", "measured.json", "tokenizer.json"} <= names
+    written = train.BaseRecipe.model_validate(parse_yaml((tmp_path / "small" / "recipe.yaml").read_text(), ""))
+    assert written.steps == 2
+    tokenizer = train.build_tokenizer()
+    measured = parse_yaml((tmp_path / "small" / "measured.json").read_text(), "")
+    again = train.measure(train.adopt(model).eval(), tokenizer, written)
+    assert again.pop("perplexity") == pytest.approx(measured.pop("perplexity"))
+    assert again == measured
+
+
+@pytest.mark.parametrize(("make", "probe"), [("records_example", Records(pairs=5)), ("compare_example", Compare(pairs=5))])
+def test_questions_are_in_the_words_of_the_probe(make: str, probe: Any) -> None:
+    example = getattr(train, make)(random.Random(0), 5, 3)
+    question = probe.questions(1, 0)[0]
+
+    def form(text: str) -> list[str]:
+        """The words that all records and questions share, by line."""
+        common = {
+            "Memorize",
+            "the",
+            "following",
+            "*",
+            "was",
+            "near",
+            "with",
+            "a",
+            "The",
+            "pet",
+            "of",
+            "is",
+            "Of",
+            "and",
+            "one",
+            "more",
+        }
+        return [" ".join(word for word in line.split() if word in common and word != "the") for line in text.splitlines()]
+
+    assert form(example.pieces[0][0]) == form(question.prompt)
+    assert len(example.pieces) == 3
+    for before, answer, span in example.pieces[:1]:
+        assert answer.split()[-1] in before[slice(*span)]
