@@ -139,9 +139,9 @@ def make_models(base: Any, tokenizer: Any, ranking: Ranking, plan: Plan, recipe:
 def _tune(models: dict[str, Any], name: str, tokenizer: Any, recipe: Recipe, output: OutputFolder, settings: Any) -> None:
     """Stage tune, of one model, from the newest checkpoint on."""
     teacher = models["base"] if name != MAIN else None
-    steps = recipe.tune
     with output.folder(f"tuning/{name}", settings) as folder:
-        tune(models[name], tokenizer, steps, recipe.data, seed=recipe.seed, folder=folder, name=name, teacher=teacher)
+        on_main(lambda: None)  # nobody looks into the folder before it is ready
+        tune(models[name], tokenizer, recipe.tune, recipe.data, seed=recipe.seed, folder=folder, name=name, teacher=teacher)
 
 
 def _finish(

@@ -22,6 +22,7 @@ from surgery.errors import UserError
 from surgery.records.recipe import read_recipe
 from surgery.records.report import Report
 from surgery.runtime.files import open_output
+from surgery.runtime.progress import show
 
 REQUIREMENT = re.compile(r"([\w.]+)\s*(>=|<=)\s*([-+]?[\d.]+)")
 
@@ -73,10 +74,10 @@ def bench(
             )
         with output.new_folder(".", keep=True) as folder:
             write_report(report, folder)
-    print(report.summary())
-    print(f"\nReport: {out / 'report.html'}")
+    show(report.summary())
+    show(f"\nReport: {out / 'report.html'}")
     if failed := [said for each in required if (said := _check(report, *each))]:
-        print("\n".join(failed))
+        show("\n".join(failed))
         raise typer.Exit(1)
 
 

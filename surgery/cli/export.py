@@ -11,6 +11,7 @@ from surgery.records.plan import Plan
 from surgery.records.report import Report
 from surgery.runtime.files import refuse_inputs
 from surgery.runtime.listing import list_table
+from surgery.runtime.progress import show
 
 
 def export(
@@ -49,7 +50,7 @@ def export(
     proof = export_hybrid(
         model, tokenizer, out, format=format, plan=plan, report=measured, base=base, verify=verify, overwrite=overwrite
     )
-    print(f"{out}: {proof}" if proof else f"{out} is written")
+    show(f"{out}: {proof}" if proof else f"{out} is written")
 
 
 def _base_of(folder: Path) -> str | None:

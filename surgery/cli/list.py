@@ -9,6 +9,7 @@ import typer
 
 from surgery.errors import UserError
 from surgery.runtime.listing import PACKAGE, list_modules, list_table
+from surgery.runtime.progress import show
 
 KINDS = ("settings", "probes", "suites", "controls", "families", "formats", "laws", "recipes")
 
@@ -31,7 +32,7 @@ def list_names(
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 10_000
     indent = max(len(name) for name, _ in rows) + 2
     for name, about in rows:
-        print(textwrap.fill(about, max(width, indent + 30), initial_indent=name.ljust(indent), subsequent_indent=" " * indent))
+        show(textwrap.fill(about, max(width, indent + 30), initial_indent=name.ljust(indent), subsequent_indent=" " * indent))
 
 
 def _names(kind: str) -> dict[str, str]:

@@ -5,6 +5,7 @@ from pathlib import Path
 from surgery.cli.options import ModelArgument, OutFile, Overwrite, RecipeOption, Settings, Trust, open_model
 from surgery.records.recipe import read_recipe
 from surgery.runtime.files import check_output_file
+from surgery.runtime.progress import show
 
 
 def locate(
@@ -29,10 +30,10 @@ def locate(
     base, tokenizer = open_model(model, options, trust_remote_code)
     ranking = locate_heads(base, tokenizer, options, fingerprint(base))
     ranking.write(out)
-    print(f"{'head':14}{'attribution':>12}{'gain':>9}  role")
+    show(f"{'head':14}{'attribution':>12}{'gain':>9}  role")
     for each in ranking.heads[:10]:
         gain = "-" if each.gain is None else f"{each.gain.mean:+.3f}"
-        print(f"{each.site!s:14}{each.slope:+12.3f}{gain:>9}  {each.roles.role if each.roles else '-'}")
-    print("attribution: slope of the loss as attention opens at the head, nats a question; gain: measured, attention untrained")
-    print(ranking.circuit.sentence if ranking.circuit else "")
-    print(f"Ranking: {out}")
+        show(f"{each.site!s:14}{each.slope:+12.3f}{gain:>9}  {each.roles.role if each.roles else '-'}")
+    show("attribution: slope of the loss as attention opens at the head, nats a question; gain: measured, attention untrained")
+    show(ranking.circuit.sentence if ranking.circuit else "")
+    show(f"Ranking: {out}")

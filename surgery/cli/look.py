@@ -7,6 +7,7 @@ import typer
 from surgery.cli.options import AsJson, ModelArgument, TextOption, Trust, open_model
 from surgery.records.recipe import make_recipe
 from surgery.runtime.files import read_text
+from surgery.runtime.progress import show
 
 
 def look(
@@ -31,4 +32,4 @@ def look(
 
     opened, tokenizer = open_model(model, options, trust_remote_code)
     seen = look_at(opened, tokenizer, text=text, name=model)
-    print(seen.text() if as_json else seen)
+    show(seen.text() if as_json else seen)

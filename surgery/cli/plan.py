@@ -21,6 +21,7 @@ from surgery.errors import UserError
 from surgery.records.ranking import Ranking
 from surgery.records.recipe import read_recipe
 from surgery.runtime.files import check_output_file
+from surgery.runtime.progress import show
 
 
 def plan(
@@ -57,5 +58,5 @@ def plan(
     chosen.write(out)
     how = "attention in place of the mixer" if chosen.kind == "layer" else f"gated attention, g = {chosen.gate:g}"
     for site in chosen.sites:
-        print(f"{site}: {how}")
-    print(f"Plan: {out}")
+        show(f"{site}: {how}")
+    show(f"Plan: {out}")

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from surgery.runtime.progress import size
+from surgery.runtime.progress import show, size
 
 
 def publish(
@@ -26,8 +26,8 @@ def publish(
 
     done = publish_folder(folder, repo, private=private, dry_run=not send, overwrite=overwrite)
     for name, count in done.files.items():
-        print(f"{size(count):>10}  {name}")
+        show(f"{size(count):>10}  {name}")
     if done.url is None:
-        print(f"\n{done.card}\nNothing was sent; --send sends it to {repo}.")
+        show(f"\n{done.card}\nNothing was sent; --send sends it to {repo}.")
     else:
-        print(f"Sent: {done.url}")
+        show(f"Sent: {done.url}")

@@ -8,7 +8,7 @@ import typer
 from surgery.cli.options import Overwrite, Resume, Settings, TextOption, Trust, check_model, open_model, refuse_hybrid
 from surgery.errors import UserError
 from surgery.records.recipe import apply_settings, make_recipe, read_recipe, recipe_text
-from surgery.runtime.progress import say
+from surgery.runtime.progress import say, show
 
 
 def run(
@@ -59,19 +59,19 @@ def run(
         seen = look(model, tokenizer, text=text, name=place.name, seed=recipe.seed)
         del model
         if not is_recipe:
-            print(seen)
+            show(seen)
             recipe = automatic.choose_recipe(seen, target, text, settings)
         if dry_run:
-            print(f"\n{recipe_text(recipe)}\nEstimate: {automatic.estimate(recipe, seen)}")
+            show(f"\n{recipe_text(recipe)}\nEstimate: {automatic.estimate(recipe, seen)}")
         if not seen.worth and not is_recipe and not anyway:
-            print("Nothing was done. --anyway goes on." if not seen.why_not else "Nothing was done.")
+            show("Nothing was done. --anyway goes on." if not seen.why_not else "Nothing was done.")
             raise typer.Exit(1)
         if dry_run:
             return
         say(f"estimate: {automatic.estimate(recipe, seen)}")
     report = run_recipe(recipe, out, resume=resume, overwrite=overwrite, trust_remote_code=trust_remote_code, verify=verify)
-    print(report.summary())
-    print(f"\nReport: {out / 'report.html'}\nHybrid: {out / 'hybrid'}")
-    print(f'Use it: AutoModelForCausalLM.from_pretrained("{out / "hybrid"}", trust_remote_code=True)')
+    show(report.summary())
+    show(f"\nReport: {out / 'report.html'}\nHybrid: {out / 'hybrid'}")
+    show(f'Use it: AutoModelForCausalLM.from_pretrained("{out / "hybrid"}", trust_remote_code=True)')
     if report.verdict.answer == "mixed":
         raise typer.Exit(1)

@@ -3,6 +3,7 @@
 from surgery.cli.options import BaseArgument, OutFolder, Overwrite, PlanArgument, Trust, open_model, read_record
 from surgery.records.plan import Plan
 from surgery.runtime.files import open_output
+from surgery.runtime.progress import show
 
 
 def splice(
@@ -26,4 +27,4 @@ def splice(
         hybrid = splice_model(base, chosen)
         with output.new_folder(".") as folder:
             write_export(hybrid, tokenizer, folder, out, plan=chosen, base=model)
-    print(f"Hybrid: {out}")
+    show(f"Hybrid: {out}")

@@ -6,7 +6,8 @@ from surgery.cli.options import HybridArgument, OutFolder, Overwrite, RecipeOpti
 from surgery.records.plan import Plan
 from surgery.records.recipe import read_recipe
 from surgery.runtime.files import open_output
-from surgery.runtime.processes import is_main
+from surgery.runtime.processes import is_main, on_main
+from surgery.runtime.progress import show
 
 
 def tune(
@@ -33,9 +34,10 @@ def tune(
             output.clear()
         model, tokenizer = open_model(hybrid, options, trust_remote_code)
         with output.folder("tuning") as folder:
+            on_main(lambda: None)  # nobody looks into the folder before it is ready
             log = tune_model(model, tokenizer, options.tune, options.data, seed=options.seed, folder=folder)
         plan = Plan.read(Path(hybrid) / "plan.json") if (Path(hybrid) / "plan.json").exists() else None
         if is_main():
             with output.new_folder(".", keep=True) as folder:
                 write_export(model, tokenizer, folder, out, plan=plan, base=_base_of(Path(hybrid)))
-    print(f"{len(log.steps)} steps; whether they helped, `surgery bench BASE {out}` says\nHybrid: {out}")
+    show(f"{len(log.steps)} steps; whether they helped, `surgery bench BASE {out}` says\nHybrid: {out}")

@@ -157,6 +157,9 @@ class OutputFolder:
         """A folder below this one that is filled over a long time, and kept if the work is cut short; with other settings than
         before it begins empty. What is in it becomes ours."""
         path = self.path / name
+        if self._lock is None:  # the main process does what follows
+            yield path
+            return
         if settings is not None and self._made_by.get(name) != settings_digest(settings):
             self.remove([file for file in self._files if file.startswith(f"{name}/")])
         self._made_by[name] = settings_digest(settings)

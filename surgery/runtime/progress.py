@@ -4,7 +4,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sized
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from surgery.runtime.processes import is_main
 
@@ -17,6 +17,12 @@ def say(text: str) -> None:
     """Print a line on standard error, once if there are several processes."""
     if is_main():
         print(printable(text), file=sys.stderr, flush=True)
+
+
+def show(text: Any) -> None:
+    """Print a result on standard output, once if there are several processes."""
+    if is_main():
+        print(printable(str(text)), flush=True)
 
 
 def bar(iterable: Iterable[T], what: str, total: int | None = None) -> Iterator[T]:
