@@ -110,8 +110,7 @@ def _sdpa(
         bias = bias.clamp_min(ABSENT)
     extra = int(null is not None)
     width = max(w + int(bias is not None or null is not None), p + extra)
-    if on_gpu(q):
-        width += -width % 8
+    width += -width % 8  # torch's kernels on a GPU take nothing else, and those of a CPU take it faster
     if null is not None or width > w:
         q, k, v = _widened(q, k, v, bias, null, width)
     elif p < width:

@@ -99,58 +99,12 @@ def versions(record: Record) -> None:
             record.say(package, absent=f"{type(failure).__name__}: {str(failure)[:120]}")
 
 
-def calls(record: Record, dtype: torch.dtype) -> Iterator[tuple[str, Any, list[Any]]]:
-    """(name, operation, arguments) at the sizes of mamba2-2.7b and Falcon-Mamba-7B; 130m's for a rehearsal."""
-    from surgery.kernels.attention import ATTEND
-    from surgery.kernels.conv import CAUSAL_CONV
-    from surgery.kernels.selective import SELECTIVE_SCAN, SELECTIVE_STEP
-    from surgery.kernels.ssd import SSD_SCAN, SSD_STEP
-
-    make, small = record.tensor, record.small
-    b, t, h, p, n, d = (2, 100, 4, 16, 16, 64) if small else (2, 1000, 80, 64, 128, 8192)
-    full = {"dtype": torch.float32}
-    seq = (torch.arange(t, device=record.device) // (t // 3)).int().expand(b, t).contiguous()
-    dt, A = 0.01 + 0.1 * torch.rand(b, t, h, device=record.device), -1 - torch.rand(h, device=record.device)
-    x, B, C, D = make(b, t, h, p, dtype=dtype), make(b, t, 1, n, dtype=dtype), make(b, t, 1, n, dtype=dtype), make(h, **full)
-    yield "ssd_scan", SSD_SCAN, [x, dt.to(dtype), A, B, C, D, None, None, 256]
-    yield "ssd_scan packed", SSD_SCAN, [x, dt.to(dtype), A, B, C, D, None, seq, 256]
-    yield "ssd_step", SSD_STEP, [make(b, h, p, n, **full), x[:, 0], dt[:, 0].to(dtype), A, B[:, 0], C[:, 0], D]
-    widths = h * p + 2 * n
-    yield (
-        "causal_conv",
-        CAUSAL_CONV,
-        [make(b, t, widths, dtype=dtype), make(widths, 1, 4, dtype=dtype), make(widths, dtype=dtype), None, t, True],
-    )
-    odd = make(b, t, widths + 4, dtype=dtype)[..., 4:]
-    yield "causal_conv odd", CAUSAL_CONV, [odd, make(widths, 1, 4, dtype=dtype), make(widths, dtype=dtype), None, t, True]
-    yield "causal_conv packed", CAUSAL_CONV, [odd, make(widths, 1, 4, dtype=dtype), make(widths, dtype=dtype), seq, t, True]
-    u, step = make(b, t, d, dtype=dtype), 0.01 + 0.1 * torch.rand(b, t, d, device=record.device).to(dtype)
-    matrix = -1 - torch.rand(d, 16, device=record.device)
-    B1, C1 = make(b, t, 16, dtype=dtype), make(b, t, 16, dtype=dtype)
-    yield "selective_scan", SELECTIVE_SCAN, [u, step, matrix, B1, C1, make(d, **full), None]
-    yield (
-        "selective_step",
-        SELECTIVE_STEP,
-        [make(b, d, 16, **full), u[:, 0], step[:, 0], matrix, B1[:, 0], C1[:, 0], make(d, **full)],
-    )
-    for pairs in (1, 3, h):
-        q, k = (make(b, pairs, t, n, dtype=dtype) * n**-0.25 for _ in range(2))
-        v, bias, null = make(b, pairs, t, p, dtype=dtype), dt[:, :, :pairs].log().transpose(1, 2), make(pairs, **full)
-        yield f"attend {pairs} pairs", ATTEND, [q, k, v, bias, null, None, None]
-    mask = torch.ones(b, t, dtype=torch.bool, device=record.device)
-    mask[0, :7] = False
-    yield "attend mask", ATTEND, [q, k, v, None, null, mask, None]
-    yield "attend packed", ATTEND, [q, k, v, bias, null, None, seq]
-    yield "attend one query", ATTEND, [q[:, :, -1:], k, v, bias, null, None, None]
-    wide = make(b, 1, t, 2 * p * 5, dtype=dtype)
-    yield "attend channels", ATTEND, [q[:, :1, :, :16], k[:, :1, :, :16], wide, None, null[:1], None, None]
-
-
 def backends(record: Record) -> None:
+    from surgery.kernels.explain import SMALL, Sizes, make_calls
     from surgery.kernels.functions import as_tuple
 
     for dtype in (torch.bfloat16, torch.float32):
-        for name, operation, args in calls(record, dtype):
+        for name, operation, args in make_calls(record.device, dtype, SMALL if record.small else Sizes()):
             for learning in (False, True) if operation.differentiable else (False,):
                 with record.attempt(f"{name} {dtype} grad={learning}"), warnings.catch_warnings(record=True) as said:
                     warnings.simplefilter("always")
@@ -158,7 +112,7 @@ def backends(record: Record) -> None:
                         m.clone().requires_grad_(learning and m.is_floating_point()) if isinstance(m, torch.Tensor) else m
                         for m in args
                     ]
-                    if name.endswith("odd"):
+                    if name.endswith("of a part"):
                         own[0] = args[0].detach().requires_grad_(learning)
                     began = time.perf_counter()
                     chosen = operation.choose(*own)
@@ -355,7 +309,9 @@ def tiles(record: Record, inputs: list[Any], both: Callable[[], None], known: An
 
 
 def scans(record: Record) -> None:
-    for name, operation, args in calls(record, torch.bfloat16):
+    from surgery.kernels.explain import SMALL, Sizes, make_calls
+
+    for name, operation, args in make_calls(record.device, torch.bfloat16, SMALL if record.small else Sizes()):
         if name.startswith("attend"):
             continue
         for backend in operation.backends.values():
