@@ -3,7 +3,14 @@
 from typing import Any
 
 import torch
-from transformers import FalconMambaConfig, FalconMambaForCausalLM, Mamba2Config, Mamba2ForCausalLM, MambaConfig, MambaForCausalLM
+from transformers import (
+    FalconMambaConfig,
+    FalconMambaForCausalLM,
+    Mamba2Config,
+    Mamba2ForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+)
 
 from surgery.modeling.llamba import LlambaConfig, LlambaForCausalLM
 from surgery.records.plan import Plan, Start
