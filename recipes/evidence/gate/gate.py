@@ -62,18 +62,25 @@ def draw(entries: list[dict]) -> None:
     import matplotlib.pyplot as plt
 
     entries = [entry for entry in entries if entry["seed"] == SEEDS[0]]
-    figure, panels = plt.subplots(1, len(entries), figsize=(3.4 * len(entries), 3.6), squeeze=False, layout="constrained")
+    figure, panels = plt.subplots(1, len(entries), figsize=(6.4 * len(entries), 3.8), squeeze=False, layout="constrained")
     for axes, entry in zip(panels[0], entries, strict=True):
-        for model, measured in entry["report"]["models"].items():
-            if model == "base" or model.endswith("untrained"):
-                continue
-            kl, gain = max(measured["on_text"]["kl"]["mean"], 1e-7), measured["changes"]["kv.64"]["mean"]
-            scalar = model.startswith("scalar")
-            axes.plot(kl, gain, "s" if scalar else "o", color="#d55e00" if scalar else "#0072b2", markersize=8)
-            axes.annotate(model.removeprefix("null key, "), (kl, gain), (5, 5), textcoords="offset points", fontsize=8)
-        axes.set(xscale="log", title=entry["base"], xlabel="KL from the base on text, nats a token")
-    panels[0][0].set_ylabel("gain with 64 pairs")
-    figure.suptitle("The null key (blue) keeps the gain of the scalar gate (orange) and leaves text alone", fontsize=11)
+        models = entry["report"]["models"]
+        for model in GATES:
+            kl, accuracy = models[model]["on_text"]["kl"]["mean"], models[model]["results"]["kv.64"]["mean"]
+            kept, scalar = models[model]["results"]["multiple_choice"]["mean"], model.startswith("scalar")
+            axes.plot(kl, accuracy, "s" if scalar else "o", color="#d55e00" if scalar else "#0072b2", markersize=8)
+            label = f"{model.removeprefix('null key, ')}\nmultiple choice {kept:.2f}"
+            axes.annotate(
+                label,
+                (kl, accuracy),
+                (0, 10 if model in ("scalar 1", "null key, share 0.01, g 1") else -30),
+                textcoords="offset points",
+                fontsize=8,
+            )
+        axes.axhline(models["base"]["results"]["kv.64"]["mean"], color="#6b7280", linestyle="--", linewidth=1)
+        axes.set(xscale="log", xlim=(1e-5, 1e-1), ylim=(0, 1.1), xlabel="KL from the base on text, nats a token")
+        axes.set_title(f"{entry['base']}: null key (blue), scalar gate (orange), base (dashed)", fontsize=10)
+    panels[0][0].set_ylabel("accuracy, 64 pairs")
     figure.savefig(HERE / "gate.png", dpi=130)
 
 
