@@ -185,10 +185,10 @@ def enliven(model: nn.Module) -> None:
     """As initialised, mixers do next to nothing, biases are zero and norms one: a fault in them would not be seen."""
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
-            if parameter.dim() > 1 and not name.startswith("A_"):
-                least = min(parameter.shape[-1], 4 * HIDDEN) ** -0.5
-                parameter.mul_(max(1.0, least / max(parameter.std().item(), 1e-6)))
+            spread = parameter.std().item() if parameter.numel() > 1 else 0.0
+            if parameter.dim() > 1 and spread > 0 and not name.startswith("A_"):
+                parameter.mul_(max(1.0, min(parameter.shape[-1], 4 * HIDDEN) ** -0.5 / spread))
             elif name == "bias" and not parameter.any():
                 parameter.normal_(std=0.1)
-            elif name == "weight" and parameter.dim() == 1:
+            elif name in ("weight", "scale") and spread == 0:
                 parameter.mul_(torch.empty_like(parameter).uniform_(0.7, 1.4))
