@@ -36,7 +36,7 @@ from surgery.splicing.splice import adopt, splice
 
 PAIRS = (4, 8, 16, 32, 64)  # entries of a dictionary
 SKILLS = {"choice": "multiple choice", "knowledge": "facts"}
-MOST, LEAST, DECIDING = 128, 12, 32  # questions of a kind; at least so many; of the smallest dictionaries, which decide
+MOST, LEAST, DECIDING = 128, 32, 64  # questions of a kind; at least so many; of the smallest dictionaries, which decide
 SECONDS = 1.0  # for the questions of a kind, beyond the least
 SEED = 70_001  # added to the seed: no other questions have it
 WINDOWS, WINDOW = 16, 256  # of text

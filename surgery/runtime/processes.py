@@ -24,6 +24,13 @@ def is_distributed() -> bool:
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
+def over_gloo() -> bool:
+    """Whether several processes compute on processors; accelerate has to be told."""
+    import torch
+
+    return is_distributed() and not torch.cuda.is_available()
+
+
 def on_main(work: Callable[[], T]) -> T:
     """Do something in the main process alone; all others wait, and get its result. An error is raised in all of them."""
     if not is_distributed():
@@ -31,7 +38,7 @@ def on_main(work: Callable[[], T]) -> T:
     from accelerate import PartialState
     from accelerate.utils import broadcast_object_list
 
-    state = PartialState()
+    state = PartialState(cpu=over_gloo())
     told: list[tuple[T | None, BaseException | None] | None] = [None]
     if state.is_main_process:
         try:

@@ -31,7 +31,7 @@ from transformers import PreTrainedTokenizerBase
 from surgery.errors import UserError
 from surgery.records.recipe import Data, Tune
 from surgery.runtime.files import read_text, write_text
-from surgery.runtime.processes import is_main
+from surgery.runtime.processes import is_main, over_gloo
 from surgery.runtime.progress import bar, say
 from surgery.splicing.splice import adopt
 from surgery.tuning.examples import Batches, ExampleSource
@@ -144,7 +144,7 @@ class Run:
         options = batches.options
         self.model, self.trained, self.batches, self.options = model, trained, batches, options
         self.folder, self.name, self.log = folder, name, TuningLog()
-        self.accelerator = Accelerator(log_with=list(options.report_to) or None, project_dir=folder)
+        self.accelerator = Accelerator(cpu=over_gloo(), log_with=list(options.report_to) or None, project_dir=folder)
         self.processes, self.rank = self.accelerator.num_processes, self.accelerator.process_index
         for size, what in ((options.batch_size, "batch_size"), (options.text_batch_size, "text_batch_size")):
             if size % self.processes:
