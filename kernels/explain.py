@@ -54,9 +54,9 @@ def make_calls(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> Iterat
     yield "causal_conv of a part", CAUSAL_CONV, [part, *taps, None, t, True]
     yield "causal_conv packed", CAUSAL_CONV, [part, *taps, documents, t, True]
     u, step, matrix = draw(b, t, d), 0.01 + 0.1 * torch.rand(b, t, d, device=device), -1 - torch.rand(d, 16, device=device)
-    scan = [u, step.to(dtype), matrix, draw(b, t, 16), draw(b, t, 16), draw(d, **full)]
-    yield "selective_scan", SELECTIVE_SCAN, [*scan, None]
-    one = [m[:, 0] if m.dim() == 3 else m for m in scan]
+    channels = [u, step.to(dtype), matrix, draw(b, t, 16), draw(b, t, 16), draw(d, **full)]
+    yield "selective_scan", SELECTIVE_SCAN, [*channels, None]
+    one = [m[:, 0] if m.dim() == 3 else m for m in channels]
     yield "selective_step", SELECTIVE_STEP, [draw(b, d, 16, **full), *one]
     for pairs in (1, 3, h):
         q, k = (draw(b, pairs, t, n) * n**-0.25 for _ in range(2))
@@ -77,7 +77,10 @@ def explain(device: str | torch.device, dtype: torch.dtype, sizes: Sizes | None 
     for name, operation, args in make_calls(device, dtype, sizes):
         served = []
         for learning in (False, True) if operation.differentiable else (False,):
-            own = [m.requires_grad_(learning) if isinstance(m, torch.Tensor) and m.is_floating_point() else m for m in args]
+            own = [
+                m.detach().requires_grad_(learning) if isinstance(m, torch.Tensor) and m.is_floating_point() else m
+                for m in args
+            ]
             served.append(operation.choose(*own).name)
             missing |= {
                 backend

@@ -41,10 +41,10 @@ PACKAGES = ("triton", "transformers", "accelerate", "peft", "pydantic", "mamba_s
 class Record:
     """A file of JSON lines, each written when it is known."""
 
-    def __init__(self, path: Path, device: str, small: bool, quick: bool):
+    def __init__(self, path: Path, device: str, small: bool):
         path.parent.mkdir(parents=True, exist_ok=True)
         self.file = path.open("a", encoding="utf-8")
-        self.device, self.small, self.quick, self.failed, self.part = torch.device(device), small, quick, 0, ""
+        self.device, self.small, self.failed, self.part = torch.device(device), small, 0, ""
 
     def say(self, name: str, **values: Any) -> None:
         line = json.dumps({"part": self.part, "name": name, **values}, default=str)
@@ -250,7 +250,6 @@ def attention(record: Record) -> None:
     import torch.nn.functional as F
 
     from surgery.kernels.attention import attend
-    from surgery.kernels.attention_triton import TILES
 
     w, p = 128, 64
     sizes = [(2, 3, 128)] if record.small else [(8, 1, 2048), (8, 3, 2048), (8, 80, 2048), (2, 80, 8192), (1, 3, 32768)]
@@ -283,29 +282,6 @@ def attention(record: Record) -> None:
             line["tflops"] = round(flops / line["ms"] / 1e9, 1)
             line["both_ms"], line["both_torch_ms"] = record.milliseconds(both), record.milliseconds(torchs)
             record.say(f"{b} x {h} pairs x {t} tokens", **line)
-        if h == 80 and t == 2048 and record.device.type == "cuda" and not record.quick:
-            tiles(record, inputs, both, TILES)
-
-
-def tiles(record: Record, inputs: list[Any], both: Callable[[], None], known: Any) -> None:
-    """Every tile by itself, forward and with the gradient."""
-    from surgery.kernels import attention_triton
-    from surgery.kernels.attention import attend
-
-    own = attention_triton.tile
-    more = ((128, 128, 8, 2), (128, 64, 4, 3), (64, 64, 4, 3), (128, 32, 4, 3), (64, 128, 8, 2), (64, 64, 8, 2))
-    try:
-        for tile in (*known[:3], *more):
-            for backward in (False, True):
-                attention_triton.tile = lambda *call, tile=tile, backward=backward: tile if call[-1] is backward else own(*call)
-                with (
-                    record.attempt(f"tile {tile} {'backward' if backward else 'forward'}"),
-                    torch.no_grad() if not backward else contextlib.nullcontext(),
-                ):
-                    ms = record.milliseconds(both if backward else lambda: attend(*inputs, backend="triton"), rounds=5)
-                    record.say(f"tile {tile} {'both' if backward else 'forward'}", ms=ms)
-    finally:
-        attention_triton.tile = own
 
 
 def scans(record: Record) -> None:
@@ -368,7 +344,7 @@ def main() -> int:
             from surgery.kernels.choose import import_alone
 
             import_alone("mamba_ssm.utils.determinism").autotune_configs = lambda configs: configs[1:2] + configs[-1:]
-    record = Record(options.out, "cpu" if options.rehearse else "cuda", options.rehearse, options.quick)
+    record = Record(options.out, "cpu" if options.rehearse else "cuda", options.rehearse)
     began = time.monotonic()
     for name in options.only:
         record.part = name
