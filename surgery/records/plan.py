@@ -54,7 +54,9 @@ class Plan(Record):
             raise ValueError("sites: a plan needs at least one")
         for site in self.sites:
             if bool(site.heads) != (self.kind == "head"):
-                raise ValueError(f"sites: {site} {'names' if site.heads else 'needs'} heads, and the plan's kind is {self.kind}")
+                raise ValueError(
+                    f"sites: {site} {'names' if site.heads else 'needs'} heads, and the plan's kind is {self.kind}"
+                )
         heads = {str(Site(site.layer, (head,))) for site in self.sites for head in site.heads}
         if strays := sorted(set(self.starts) - heads):
             raise ValueError(f"starts: {strays[0]} is not among the sites")
