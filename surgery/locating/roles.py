@@ -7,7 +7,8 @@ of units that were tested, lies above 0.
 
 aggregate: needed at the query. gather: needed at the ends of spans, and what its ablation there costs passes through the units
 that aggregate: where they are silent at the query, it costs less than half of it. Both, if both hold. none: neither, or needed
-elsewhere about as much, as what every token needs. A model that does not answer above chance has no roles.
+elsewhere about as much, as what every token needs. A model that does not answer above chance, or answers as well when its
+records are out of order, has no roles.
 
 Heads can stand in for each other: each alone is not needed, and all together are. So all heads of a layer are ablated together
 as well, and a role can be a group's: a pair's, where some pair explains the layer, or the layer's. A layer's convolution is a
@@ -31,6 +32,7 @@ from surgery.locating.ablation import Unit, ablated, convolutions
 from surgery.locating.replay import QueryReplay, Replay
 from surgery.models.anatomy import anatomy
 from surgery.probes.encoded import Encoded
+from surgery.probes.scoring import logits_at_points
 from surgery.records.ranking import Circuit, Edge, Estimate, GroupScore, Roles
 from surgery.records.site import Site
 
@@ -72,6 +74,8 @@ class Ablator:
         batches = encoded.part(self.chosen).batches(batch_size)
         self.replays = [(at, Replay(model, self.anatomy.blocks, batch)) for at, batch in batches]
         self.last = max(place.layer for place in self.anatomy.mixers)
+        guess = [(batch.encoded.choices.double().log() - batch.loss).mean() for _, batch in self.replays]
+        self.guess = float(np.mean(guess)) if bool((encoded.choices > 1).all()) else np.inf  # what guessing costs, in nats
 
     def run(self, *edits: tuple[Costs, str]) -> tuple[np.ndarray, np.ndarray]:
         """(chosen,): by how many nats the loss rises where units are ablated, each at its place, and who is right then."""
@@ -192,12 +196,9 @@ def merge_groups(groups: Sequence[Costs]) -> list[Costs]:
 
 def name_roles(ablator: Ablator, heads: Sequence[Costs], groups: Sequence[Costs], tests: int) -> Found:
     """Roles by the definitions of this module, from what was measured."""
-    right = np.concatenate([replay.correct for _, replay in ablator.replays]).astype(float)
-    choices = ablator.encoded.choices.double()
-    chance = float((1 / choices).masked_fill(choices == 1, 0.0).mean())
-    retrieves = len(right) > 1 and column_intervals(right[:, None]).low[0] > chance
+    wrong = why_none(ablator)
     ranked = sorted((*heads, *groups), key=lambda each: -each.mean("query", "evidence"))
-    units = [each for each in ranked if retrieves and not is_general(each, tests)]
+    units = [each for each in ranked if not wrong and not is_general(ablator, each, tests)]
     aggregate = [each for each in units if "aggregate" in each.roles and is_needed(each.at["query"], tests)]
     gather = [each for each in units if "gather" in each.roles and gathers(ablator, each, aggregate, tests)]
 
@@ -218,9 +219,26 @@ def name_roles(ablator: Ablator, heads: Sequence[Costs], groups: Sequence[Costs]
             gather=tuple(each.name for each in gather),
             aggregate=tuple(each.name for each in aggregate),
             edges=measure_edges(ablator, gather, aggregate),
-            sentence=describe_circuit(ablator, gather, aggregate, bool(retrieves)),
+            sentence=wrong or describe_circuit(ablator, gather, aggregate),
         ),
     )
+
+
+def why_none(ablator: Ablator) -> str:
+    """Why no head of the model can have a role, as a sentence; nothing if it answers above chance, by its records."""
+    right = np.concatenate([replay.correct for _, replay in ablator.replays]).astype(float)
+    choices = ablator.encoded.choices.double()
+    chance = float((1 / choices).masked_fill(choices == 1, 0.0).mean())
+    if len(right) < 2 or column_intervals(right[:, None]).low[0] <= chance:
+        return "The model answers no better than chance, so no head has a role."
+    loss = np.zeros(len(ablator.chosen))
+    with torch.no_grad():
+        for at, replay in ablator.replays:
+            logits = logits_at_points(ablator.model, replay.encoded.out_of_order())
+            loss[at] = replay.encoded.loss(logits).double().cpu() - replay.loss
+    if not is_needed(loss, 1):
+        return "The model answers as well when the records are out of order, so it knows the answers and no head has a role."
+    return ""
 
 
 def is_needed(values: np.ndarray, tests: int) -> bool:
@@ -230,11 +248,10 @@ def is_needed(values: np.ndarray, tests: int) -> bool:
     return bool(column_intervals(values[:, None], level=LEVEL / tests).low[0] > 0)
 
 
-def is_general(costs: Costs, tests: int) -> bool:
-    """Whether a unit is needed elsewhere about as much as where retrieval takes place."""
-    return is_needed(costs.at["elsewhere"], tests) and costs.mean("elsewhere") >= HALF * costs.mean(
-        "query", "evidence", "spans"
-    )
+def is_general(ablator: Ablator, costs: Costs, tests: int) -> bool:
+    """Whether a unit is needed elsewhere about as much as where retrieval takes place, or costs there what a guess does."""
+    most = min(costs.mean("query", "evidence", "spans"), ablator.guess)
+    return costs.mean("elsewhere") >= HALF * most and is_needed(costs.at["elsewhere"], tests)
 
 
 def gathers(ablator: Ablator, costs: Costs, aggregate: Sequence[Costs], tests: int) -> bool:
@@ -270,10 +287,8 @@ def measure_edges(ablator: Ablator, gather: Sequence[Costs], aggregate: Sequence
     return tuple(edges)
 
 
-def describe_circuit(ablator: Ablator, gather: Sequence[Costs], aggregate: Sequence[Costs], retrieves: bool) -> str:
+def describe_circuit(ablator: Ablator, gather: Sequence[Costs], aggregate: Sequence[Costs]) -> str:
     """One sentence: who gathers, who aggregates, and what is left without them."""
-    if not retrieves:
-        return "The model answers no better than chance, so no head has a role."
     if not aggregate:
         return "No head or layer is needed at the query beyond chance, so no head has a role."
 

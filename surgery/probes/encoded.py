@@ -7,7 +7,7 @@ decoding would write it.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -98,6 +98,15 @@ class Encoded:
             spans[row, [position for each in chosen for position in each]] = True
         spans &= ~query
         return tokens & ~query & ~spans if place == "elsewhere" else spans
+
+    def out_of_order(self) -> "Encoded":
+        """The same questions, with the tokens in the spans of each in reverse order: their records say nothing any more."""
+        rows = []
+        for row, owner in zip(self.rows, self.owners.tolist(), strict=True):
+            places = sorted({place for ends in self.ends[owner] for place in ends if place < len(row) - 1})
+            turned = dict(zip(places, [row[place] for place in reversed(places)], strict=True))
+            rows.append([turned.get(place, token) for place, token in enumerate(row)])
+        return replace(self, rows=rows)
 
     def part(self, chosen: Sequence[int]) -> "Encoded":
         """Some of the questions, in order."""
