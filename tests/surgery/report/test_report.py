@@ -6,7 +6,7 @@ from html.parser import HTMLParser
 import pytest
 
 from surgery.records.plan import Start
-from surgery.records.ranking import Circuit, Edge, Estimate, HeadScore, Ranking
+from surgery.records.ranking import Circuit, Edge, Estimate, HeadScore, Ranking, Roles
 from surgery.records.record import Provenance
 from surgery.records.report import Change, Cost, Measurement, ModelReport, OnText, Report, Verdict
 from surgery.report.figures import as_png, as_svg, draw_gain, draw_retrieval
@@ -181,8 +181,11 @@ def test_files_of_a_report(tmp_path):
 
 
 def test_the_circuit_is_told_where_it_was_measured():
-    pytest.importorskip("surgery.locating.circuit")
-    head = HeadScore(site="L1.H3", kind="ssm", slope=0.1, start=Start())
+    places = dict.fromkeys(("everywhere", "query", "evidence", "spans", "elsewhere"), estimate(0.5))
+    heads = tuple(
+        HeadScore(site=site, kind="ssm", slope=0.1, start=Start(), roles=Roles(**places, role=role))
+        for site, role in (("L1.H3", "aggregate"), ("L0.H1", "gather"))
+    )
     circuit = Circuit(
         gather=("L0.H1",),
         aggregate=("L1.H3",),
@@ -190,7 +193,7 @@ def test_the_circuit_is_told_where_it_was_measured():
         sentence="L0.H1 gathers.",
     )
     ranking = Ranking(
-        heads=(head,), circuit=circuit, probe="kv, 32 pairs", accuracy=estimate(0.5), chance=0.03, loss=1.0, questions=10
+        heads=heads, circuit=circuit, probe="kv, 32 pairs", accuracy=estimate(0.5), chance=0.03, loss=1.0, questions=10
     )
     page = render_page(make_report(), ranking=ranking)
     assert "L0.H1 gathers." in page
