@@ -220,7 +220,7 @@ class Operation:
         made: list[Any] = []
         for m, argument in zip(args, self.arguments, strict=True):
             if not isinstance(m, Tensor):
-                made.append(min(m, SMALL["t"]) if argument.kind == "SymInt" and argument.name == "t" else m)
+                made.append(min(m, cut["t"]) if argument.kind == "SymInt" and argument.name == "t" else m)
                 continue
             sizes = [min(int(n), cut.get(dim, int(n))) for n, dim in zip(m.shape, argument.dims, strict=True)]
             made.append(_filled(m, argument.kind, sizes, draw, strided=not small))

@@ -12,6 +12,7 @@ import torch
 
 from surgery.kernels.choose import Backend, KernelError, Operation
 from surgery.kernels.conv import CAUSAL_CONV, _by_cuda
+from surgery.kernels.explain import SMALL, make_calls
 from surgery.kernels.ssd import SSD_SCAN, ssd_scan
 from tests.kernels import inputs
 from tests.kernels.inputs import distance, randn, with_gradients
@@ -150,6 +151,14 @@ def test_causal_conv1d_takes_a_part_of_any_projection(width, documents):
     own = with_gradients(lambda *each: run(*each, seq_idx, 30, True), [x, weight, bias])
     truths = with_gradients(lambda *each: CAUSAL_CONV.reference.run(*each, seq_idx, 30, True), [x, weight, bias])
     assert all(distance(m, truth) < 1e-6 for m, truth in zip(own, truths, strict=True))
+
+
+@pytest.mark.parametrize("small", [False, True])
+def test_an_example_of_every_kind_of_call_can_be_computed(small):
+    for _, operation, args in make_calls(torch.device("cpu"), torch.float64, SMALL):
+        example = operation.example(args, small=small)
+        operation.reference.run(*example)
+        assert [type(m) for m in example] == [type(m) for m in args]
 
 
 @pytest.mark.skipif(find_spec("triton") is None or find_spec("mamba_ssm") is None, reason="make gpu-rehearsal installs them")
