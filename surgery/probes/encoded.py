@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from surgery.errors import UserError
+from surgery.modeling.reference import at_least_float32
 from surgery.models.tokens import divided, encode_continuations, encode_prompts, summary, token_spans
 from surgery.probes.question import Question
 
@@ -46,10 +47,11 @@ class Encoded:
         return len(self.choices)
 
     def scores(self, logits: Tensor) -> Tensor:
-        """logits (points, vocabulary) -> (questions, choices): summed log-probabilities in float32, -inf where a question has
+        """logits (points, vocabulary) -> (questions, choices): summed log-probabilities in float32 at least, -inf where a
+        question has
         fewer choices than another. Raises UserError where they are not finite."""
         question, choice, point, token = self.terms.to(logits.device).unbind(1)
-        log_p = logits.float().log_softmax(-1)[point, token]
+        log_p = at_least_float32(logits).log_softmax(-1)[point, token]
         if not log_p.isfinite().all():
             raise UserError("the model's logits are not finite: NaN or infinite; try dtype=float32, or check its weights")
         width = int(self.choices.max())
