@@ -29,8 +29,6 @@ FORMATS = {
     "hf": "exporting.export:write_hf",
     "patch": "exporting.patch:write_patch",
     "nemotron_h": "serving.nemotron_h:export_nemotron_h",
-    "mamba_ssm": "serving.mamba_ssm:export_mamba_ssm",
-    "gguf": "serving.gguf:export_gguf",
 }
 READERS = {"hf": "transformers", "patch": "surgery"}
 HEAD = """\
