@@ -81,11 +81,9 @@ def load(
         else:
             model = open_folder(folder, DTYPES.get(dtype), target, device == "auto", trust_remote_code)
         model = model.eval()
-        wanted = choose_dtype(dtype, model.dtype, target)
-        if wanted != model.dtype and not hasattr(model, "hf_quantizer"):
-            model = model.to(wanted)
-        if not hasattr(model, "hf_quantizer") and not hasattr(model, "hf_device_map"):
-            model = model.to(target)
+        if not hasattr(model, "hf_quantizer"):
+            model = model.to(choose_dtype(dtype, model.dtype, target))
+            model = model if hasattr(model, "hf_device_map") else model.to(target)
     except UserError:
         raise
     except Exception as error:  # whatever a damaged file raises
