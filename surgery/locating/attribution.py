@@ -29,7 +29,6 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from surgery.errors import UserError
 from surgery.modeling.graft import ChannelGraft, Streams
-from surgery.modeling.reference import at_least_float32
 from surgery.probes.encoded import Encoded
 from surgery.probes.scoring import logits_at_points
 from surgery.records.plan import Start
@@ -99,12 +98,12 @@ def start_slopes(mixer: Any, streams: Streams, y: Tensor, gradient: Tensor, null
     """(starts, heads): the slope of each head for each start, summed over rows. y and gradient (b, t, h, p): a mixer's own
     output and the loss's gradient by it. nulls (starts, heads)."""
     at = gradient.abs().amax((0, 2, 3)).nonzero()[:, 0]  # behind the last mixer, losses look at few tokens
-    x, y, gradient = (at_least_float32(each) for each in (streams.x, y[:, at], gradient[:, at]))
+    x, y, gradient = (each.float() for each in (streams.x, y[:, at], gradient[:, at]))
     D = getattr(mixer, "D", None)
-    rest = gradient * ((0 if D is None else at_least_float32(D)[:, None] * x[:, at]) - y)  # what m multiplies, (b, at, h, p)
+    rest = gradient * ((0 if D is None else D.float()[:, None] * x[:, at]) - y)  # what m multiplies, (b, at, h, p)
     slopes = torch.zeros(len(STARTS), x.shape[2], dtype=torch.float64, device=x.device)
     if issubclass(mixer.graft_class, ChannelGraft):
-        write = x[..., 0] if streams.write is None else at_least_float32(streams.write)
+        write = x[..., 0] if streams.write is None else streams.write.float()
         values = torch.cat([write * x[..., 0], write], -1)
         for i, rows, _, weights, share in attention_weights(mixer, streams, at, nulls, 1):
             sums, w = (weights[:, 0] @ values[rows]).chunk(2, -1)
@@ -130,14 +129,12 @@ def attention_weights(
     """The attention of untrained grafts of some tokens, `at`, a piece at a time, and each piece for all starts: (number of the
     start, rows, heads, weights (b, h, at, t) among the keys alone, m (b, h, at)). A graft's own weights are m times these."""
     q, k = (streams.q, streams.k) if heads == 1 else mixer.prepare(streams.q, streams.k)  # for channels, project did that
-    q, k = at_least_float32(q)[:, at].transpose(1, 2), at_least_float32(k).transpose(1, 2)  # b g t n
+    q, k = q.float()[:, at].transpose(1, 2), k.float().transpose(1, 2)  # b g t n
     (b, groups), later = k.shape[:2], torch.arange(k.shape[2], device=k.device) > at[:, None]
-    bias = torch.zeros(later.shape, dtype=k.dtype, device=k.device).masked_fill(later, -torch.inf)
+    bias = torch.zeros(later.shape, device=k.device).masked_fill(later, -torch.inf)
     added = None
     if streams.log_write is not None and mixer.has_time_step and heads > 1:
-        added = (
-            at_least_float32(streams.log_write).transpose(1, 2).contiguous()
-        )  # or all that is added to it has its order in memory
+        added = streams.log_write.float().transpose(1, 2).contiguous()  # or all that is added to it has its order in memory
     rows_at_once, heads_at_once = max(1, WEIGHTS // (heads * later.numel())), max(1, min(heads, WEIGHTS // later.numel()))
     for first in range(0, b, rows_at_once):
         rows = slice(first, min(first + rows_at_once, b))
