@@ -57,14 +57,6 @@ class EngineFinding:
 
 def check_engine(model: str | Path, engine: str, python: Path, trust_remote_code: bool = False) -> EngineFinding:
     """Compare an engine's answers for a folder with those of transformers. Raises UserError if the engine gives none."""
-    if engine == "llama.cpp" and not (Path(model) / "model.gguf").exists():
-        from surgery.models.load import load
-        from surgery.serving.gguf import export_gguf
-
-        with tempfile.TemporaryDirectory() as folder:
-            live, tokenizer = load(model, dtype="float32", device="cpu", trust_remote_code=trust_remote_code)
-            export_gguf(live, tokenizer, Path(folder))
-            return compare_engine(live, Path(folder), engine, python)
     live = open_model(model, trust_remote_code).float()
     return compare_engine(live, Path(model), engine, python)
 

@@ -223,12 +223,12 @@ class Subject:
         fault is told by one law. Raises NotApplicable where there is none."""
         for way in reversed(self.ways().values()):
             try:
-                found = self.pieces(self.ids[:1, :27], [20, *[1] * 7], **way)
+                found = self.pieces(self.ids[:1, :9], [6, 1, 1, 1], **way)
             except NotApplicable:
                 raise
             except Exception:
                 continue
-            if (found - self.right[:, :27]).abs().max() <= self.bound(self.right):
+            if (found - self.right[:, :9]).abs().max() <= self.bound(self.right):
                 return way
         raise NotApplicable("its cache is not continued rightly token by token")
 
