@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache
 from transformers.masking_utils import create_recurrent_attention_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_utils import slice_logits_to_keep
 from transformers.models.mamba2.modeling_mamba2 import Mamba2CausalLMOutput, Mamba2Output
 
 from .graft import is_plain
@@ -121,8 +122,7 @@ class SSMLanguageModel(HybridLanguageModel):
             return_dict=True,
             **{name: kwargs[name] for name in PACKED if name in kwargs},
         )
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        hidden = read.last_hidden_state[:, kept]
+        hidden = slice_logits_to_keep(read.last_hidden_state, logits_to_keep)
         logits = at_least_float32(self.lm_head(as_weight(hidden, self.lm_head.weight)))
         loss = None
         if labels is not None:
