@@ -59,6 +59,7 @@ clean:
 .venv/.core: pyproject.toml constraints.txt
 	[ -x $(BIN)/pip ] || $(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --no-compile -c constraints.txt -e .
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -c "import surgery.pipeline"
 	touch $@
 
 .venv/.dev: .venv/.core

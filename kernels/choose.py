@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from surgery.kernels.functions import as_tuple, learns, on_gpu, traced
-from surgery.kernels.operators import Likeness, Operator, Signature, TwoPasses
+from surgery.kernels.operators import Likeness, Operator
 
 SHORT = 80  # tokens of an example: more than a block of most kernels
 SMALL = {"b": 2, "t": 40, "s": 40, "h": 4, "g": 1, "p": 16, "n": 16, "d": 24, "c": 16, "w": 24}
@@ -60,11 +60,6 @@ class Backend:
     on_request: bool = False
     without_gradient: tuple[int, ...] = ()
     opaque: bool = False
-
-    @property
-    def passes(self) -> TwoPasses | None:
-        """Of a kernel that has two, for the operator."""
-        return self.run if isinstance(self.run, TwoPasses) else None
 
 
 @dataclass(frozen=True)
@@ -104,8 +99,8 @@ class Operation:
         self.differentiable = not any(argument.name.endswith("!") for argument in self.arguments)
         self.refused: dict[tuple, str | None] = {}  # kind of call -> why a backend does not serve it, or None
         self.registry[name] = self
-        signature = Signature(tuple(argument.schema for argument in self.arguments), results, like)
-        self.operator = Operator(name, signature, self.backends)
+        schemas = [argument.schema for argument in self.arguments]
+        self.operator = Operator(name, schemas, results, like, self.backends)
         # torch.compile puts this into its graph as it stands, and then traces it with tensors that know their shapes alone.
         self.in_graph = torch.compiler.allow_in_graph(lambda backend, *args: self(*args, backend=backend))
 

@@ -48,7 +48,7 @@ def _forward(x, dt, A, B, C, D, initial_state, *, keep: bool) -> tuple[Tensor, T
     x, dt, A, B, C, D, initial = floats(x, dt, A, B, C, D, initial_state)
     A, D, initial = contiguous(A, D, initial)
     y, final = torch.empty_like(x), x.new_empty(b, d, n)  # y is laid out as x is
-    checkpoints = x.new_empty(_kept(x, dt, A)[0]) if keep else None
+    checkpoints = x.new_empty(b, -(-t // constant("selective", "chunk_tokens")), d, n) if keep else None
     _run("scan_forward", x=x, dt=dt, B=B, C=C, y=y, A=A, D=D, initial=initial, final=final, checkpoints=checkpoints)
     return y.to(dtype), final, checkpoints
 
@@ -71,9 +71,4 @@ def _backward(gradients, arguments, checkpoints, needed) -> tuple[Tensor | None,
     return dx, ddt, dA, dB, dC, dD, dinitial
 
 
-def _kept(x, dt, A, *rest) -> tuple[tuple[int, ...], torch.dtype]:
-    b, t, d = x.shape
-    return (b, -(-t // constant("selective", "chunk_tokens")), d, A.shape[1]), torch.float32
-
-
-scan = TwoPasses(_forward, _backward, _kept, unread=(6,))
+scan = TwoPasses(_forward, _backward, unread=(6,))

@@ -14,7 +14,6 @@ from surgery.kernels.native import STEP_ALONE, Workspace, check, contiguous, fie
 from surgery.kernels.native import refuses as not_here
 from surgery.kernels.operators import TwoPasses
 
-SPAN = 128  # tokens for which one state is kept: Q * KEEP in ssd.c
 THREADS = 4  # that the backward pass divides its work for; their real number must not decide what is summed first
 
 
@@ -94,15 +93,4 @@ def _backward(gradients, arguments, kept, needed) -> tuple[Tensor | None, ...]:
     return dx, ddt, dA.sum(0).float(), dB, dC, dD.sum(0).float(), dinitial, None, None
 
 
-def _kept(x, dt, A, B, *rest) -> tuple[tuple[int, ...], torch.dtype]:
-    b, t, h, p = x.shape
-    return (b, -(-t // SPAN) * h * _state_floats(int(p), int(B.shape[3]))), torch.float32
-
-
-@cache
-def _state_floats(width: int, size: int) -> int:
-    """Numbers of a head's state as it is kept."""
-    return _NativeSSDScan(1, 1, 1, width, 1, size, 1).call("kept_floats")
-
-
-scan = TwoPasses(_forward, _backward, _kept, unread=(6,))
+scan = TwoPasses(_forward, _backward, unread=(6,))
