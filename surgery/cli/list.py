@@ -56,6 +56,7 @@ FORMATS_ABOUT = {
     "hf": "a Hugging Face folder, with the modeling code for where this package is not installed",
     "patch": "what differs from the base, small enough for a mail; needs this package and the base",
     "nemotron_h": "for engines that know NemotronH; grafts of whole layers",
+    "gguf": "for llama.cpp; grafts of whole layers, and bases",
 }
 
 

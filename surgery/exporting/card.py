@@ -16,6 +16,7 @@ USE = {
     "where mamba-surgery is installed, `import surgery.modeling` does without.",
     "patch": "It needs mamba-surgery and the base. Any other base is refused, with the name of the first tensor that differs.",
     "nemotron_h": "For engines that know NemotronH; no code of this folder runs.",
+    "gguf": "For llama.cpp: `llama-server -m model.gguf`.",
 }
 
 

@@ -29,6 +29,7 @@ FORMATS = {
     "hf": "exporting.export:write_hf",
     "patch": "exporting.patch:write_patch",
     "nemotron_h": "serving.nemotron_h:export_nemotron_h",
+    "gguf": "serving.gguf:export_gguf",
 }
 READERS = {"hf": "transformers", "patch": "surgery"}
 HEAD = """\
