@@ -10,10 +10,12 @@ from typing import Any, TypeVar
 from surgery.evaluation.bench import bench
 from surgery.evaluation.controls import CONTROLS, PREFIX
 from surgery.exporting.export import check_export, write_export
+from surgery.locating.attribution import graft_mixers
 from surgery.locating.locate import locate
+from surgery.locating.nulls import null_logits
 from surgery.models.digests import fingerprint
 from surgery.models.load import load
-from surgery.planning.choose import choose, make_plan
+from surgery.planning.choose import choose, make_plan, read_plain_text
 from surgery.probes import make_probe, training_options
 from surgery.probes.question import Question
 from surgery.records.plan import Plan
@@ -25,12 +27,13 @@ from surgery.report.page import write_report
 from surgery.runtime.files import OutputFolder, file_digest, open_output
 from surgery.runtime.processes import is_main, on_main
 from surgery.runtime.progress import say
-from surgery.splicing.splice import splice
+from surgery.splicing.splice import adopt, splice
 from surgery.tuning.controls import PLANS, control_plan, trainable_control
 from surgery.tuning.loop import tune
 
 R = TypeVar("R", bound=Record)
 FRESH = 30_011  # added to the seed: questions that the ranking has not seen
+NULL_ROWS = 16  # of text, on which attribution sets the null keys of all heads
 MAIN = "tuned"  # the model that the report is about
 UNSEEN = 10_007  # added to the seed: questions by which heads are added are not those that ranked them
 
@@ -64,10 +67,10 @@ def run(
         known = [print_, len(tokenizer), {str(path): file_digest(path) for path in recipe.data_files()}, recipe.seed]
         if is_main():
             output.write("recipe.yaml", recipe_text(recipe))
-        located = [*known, recipe.locate.model_dump()]
+        located = [*known, recipe.locate.model_dump(), recipe.plan.kind, recipe.plan.share, recipe.data.model_dump()]
         ranking = once(output, "ranking.json", located, Ranking, lambda: locate_heads(base, tokenizer, recipe, print_))
         say(f"locate: {ranking.circuit.sentence if ranking.circuit else f'{ranking.heads[0].site} leads'}")
-        planned = [*located, recipe.plan.model_dump(), recipe.data.model_dump(), recipe.tune.text_tokens]
+        planned = [*located, recipe.plan.model_dump(), recipe.tune.text_tokens]
         plan = once(output, "plan.json", planned, Plan, lambda: choose_plan(base, tokenizer, ranking, recipe, print_))
         say(f"plan: attention at {', '.join(map(str, plan.sites))}")
         tuned = [*planned, recipe.tune.model_dump()]
@@ -102,16 +105,17 @@ def ask_about(tokenizer: Any, recipe: Recipe, seed: int) -> list[Question]:
 
 
 def locate_heads(base: Any, tokenizer: Any, recipe: Recipe, print_: str) -> Ranking:
-    """Stage locate: the ranking of the heads. print_: the base's fingerprint."""
-    ranking = locate(base, tokenizer, ask_about(tokenizer, recipe, recipe.seed), recipe.locate)
+    """Stage locate: the ranking of the heads, by grafts as the plan will have them. print_: the base's fingerprint."""
+    nulls, adopted = None, adopt(base)
+    if recipe.plan.kind == "head" and recipe.plan.share is not None and graft_mixers(adopted):
+        nulls = null_logits(adopted, read_plain_text(tokenizer, recipe.data, NULL_ROWS, recipe.seed), recipe.plan.share)
+    ranking = locate(base, tokenizer, ask_about(tokenizer, recipe, recipe.seed), recipe.locate, nulls=nulls)
     return ranking.model_copy(update={"provenance": provenance(recipe.model, print_, recipe.seed, recipe.public())})
 
 
 def choose_plan(base: Any, tokenizer: Any, ranking: Ranking, recipe: Recipe, print_: str) -> Plan:
     """Stage choose: the plan. print_: the base's fingerprint."""
-    options = recipe.locate
-    probe = make_probe(options.probe, tokenizer, **training_options(options.probe, options.options))
-    unseen = probe.questions(options.examples, recipe.seed + UNSEEN) if recipe.plan.heads == "auto" else ()
+    unseen = ask_about(tokenizer, recipe, recipe.seed + UNSEEN) if recipe.plan.heads == "auto" else ()
     plan = choose(base, tokenizer, ranking, recipe.plan, recipe.data, seed=recipe.seed, questions=unseen)
     return plan.model_copy(update={"provenance": provenance(recipe.model, print_, recipe.seed, recipe.public())})
 

@@ -14,6 +14,7 @@ from surgery.cli.options import (
     Resume,
     Settings,
     Trust,
+    check_data,
     check_models,
     open_model,
     read_config,
@@ -49,6 +50,7 @@ def bench(
       surgery bench BASE HYBRID --set bench.pairs=[64] --require "kv.64>=0.8" --out bench
     """
     options = read_recipe(recipe, settings, model=base)
+    check_data(options.data)
     required = [_parse(each) for each in require]
     if read_config(base).get("grafts") and not read_config(models[0]).get("grafts"):
         raise UserError(f"{base} is a hybrid and {models[0]} is none; the base comes first")

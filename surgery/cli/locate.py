@@ -33,7 +33,7 @@ def locate(
     show(f"{'head':14}{'attribution':>12}{'gain':>9}  role")
     for each in ranking.heads[:10]:
         gain = "-" if each.gain is None else f"{each.gain.mean:+.3f}"
-        show(f"{each.site!s:14}{each.slope:+12.3f}{gain:>9}  {each.roles.role if each.roles else '-'}")
+        show(f"{each.name:14}{each.slope:+12.3f}{gain:>9}  {each.roles.role if each.roles else '-'}")
     show("attribution: slope of the loss as attention opens at the head, nats a question; gain: measured, attention untrained")
     show(ranking.circuit.sentence if ranking.circuit else "")
     show(f"Ranking: {out}")

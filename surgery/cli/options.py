@@ -10,10 +10,12 @@ from typing import Annotated, Any
 import typer
 
 from surgery.errors import UserError
+from surgery.records.recipe import TOY
 from surgery.runtime.files import read_text
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 WEIGHTS = ("config.json", "patch.json")
+TEXTS = (".txt", ".md", ".jsonl", ".csv", ".parquet", ".json")
 KINDS = {"ranking": {"heads", "probe"}, "plan": {"sites", "starts"}, "report": {"verdict", "models"}}
 
 
@@ -43,6 +45,16 @@ def check_file(path: Path | None) -> Path | None:
     if path is not None and not path.exists():
         raise UserError(f"there is no file {path}{_close(path)}")
     return path
+
+
+def check_data(data: Any) -> None:
+    """Raise UserError for a text or facts that a recipe names and that are not there. data: its section."""
+    named = [("train_text", name) for name in data.train_text] + [("held_out_text", data.held_out_text), ("facts", data.facts)]
+    for key, name in named:
+        path = Path(name)
+        hub = key == "train_text" and HUB_ID.fullmatch(name) and path.suffix not in TEXTS and not path.parent.is_dir()
+        if name not in (TOY, "capitals") and not path.exists() and not hub:
+            raise UserError(f"there is no file {name}{_close(path)} (data.{key})")
 
 
 def refuse_hybrid(name: str) -> str:

@@ -5,7 +5,18 @@ from typing import Annotated
 
 import typer
 
-from surgery.cli.options import Overwrite, Resume, Settings, TextOption, Trust, check_model, open_model, refuse_hybrid
+from surgery.cli.options import (
+    Overwrite,
+    Resume,
+    Settings,
+    TextOption,
+    Trust,
+    check_data,
+    check_file,
+    check_model,
+    open_model,
+    refuse_hybrid,
+)
 from surgery.errors import UserError
 from surgery.records.recipe import apply_settings, make_recipe, read_recipe, recipe_text
 from surgery.runtime.progress import say, show
@@ -43,11 +54,13 @@ def run(
     if is_recipe:
         if text is not None:
             raise UserError("--text is for a model; a recipe names its texts itself, in data.train_text and data.held_out_text")
+        check_file(place)
         recipe = read_recipe(place, settings)
         check_model(recipe.model)
     else:
         refuse_hybrid(check_model(target))
         recipe = make_recipe(apply_settings({"model": target}, settings), "--set")  # a wrong setting is refused before any work
+    check_data(recipe.data)
     from surgery import automatic
     from surgery.look import look
     from surgery.pipeline import run as run_recipe

@@ -2,7 +2,17 @@
 
 from pathlib import Path
 
-from surgery.cli.options import HybridArgument, OutFolder, Overwrite, RecipeOption, Resume, Settings, Trust, open_model
+from surgery.cli.options import (
+    HybridArgument,
+    OutFolder,
+    Overwrite,
+    RecipeOption,
+    Resume,
+    Settings,
+    Trust,
+    check_data,
+    open_model,
+)
 from surgery.records.plan import Plan
 from surgery.records.recipe import read_recipe
 from surgery.runtime.files import open_output
@@ -25,6 +35,7 @@ def tune(
       surgery tune runs/mine/spliced --set tune.steps=100 --out runs/mine/tuned
     """
     options = read_recipe(recipe, settings, model=hybrid)
+    check_data(options.data)
     with open_output(out, [hybrid, *options.data_files()], resume=resume, overwrite=overwrite) as output:
         from surgery.cli.export import _base_of
         from surgery.exporting.export import write_export

@@ -29,6 +29,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from surgery.errors import UserError
 from surgery.modeling.graft import ChannelGraft, Streams
+from surgery.modeling.reference import at_least_float32
 from surgery.probes.encoded import Encoded
 from surgery.probes.scoring import logits_at_points
 from surgery.records.plan import Start
@@ -59,8 +60,7 @@ def graft_mixers(model: Any) -> dict[int, Any]:
 
 
 def attribute(model: Any, encoded: Encoded, batch_size: int = 32, nulls: Mapping[int, Tensor] | None = None) -> Slopes:
-    """Slopes of all heads, for every start. model: adopted (splicing/splice.py). nulls: by layer, (starts, heads): the logit b
-    of a head's null key; without it, m = 1.
+    """Slopes of all heads, for every start. model: adopted (splicing/splice.py). nulls: of nulls.py; without it, m = 1.
 
     Raises UserError where the model's logits or the gradients are not finite.
     """
@@ -98,16 +98,17 @@ def start_slopes(mixer: Any, streams: Streams, y: Tensor, gradient: Tensor, null
     """(starts, heads): the slope of each head for each start, summed over rows. y and gradient (b, t, h, p): a mixer's own
     output and the loss's gradient by it. nulls (starts, heads)."""
     at = gradient.abs().amax((0, 2, 3)).nonzero()[:, 0]  # behind the last mixer, losses look at few tokens
-    x, y, gradient = (each.float() for each in (streams.x, y[:, at], gradient[:, at]))
+    x, y, gradient = (at_least_float32(each) for each in (streams.x, y[:, at], gradient[:, at]))
     D = getattr(mixer, "D", None)
-    rest = gradient * ((0 if D is None else D.float()[:, None] * x[:, at]) - y)  # what m multiplies, (b, at, h, p)
+    rest = gradient * ((0 if D is None else at_least_float32(D)[:, None] * x[:, at]) - y)  # what m multiplies, (b, at, h, p)
     slopes = torch.zeros(len(STARTS), x.shape[2], dtype=torch.float64, device=x.device)
     if issubclass(mixer.graft_class, ChannelGraft):
-        write = x[..., 0] if streams.write is None else streams.write.float()
+        write = x[..., 0] if streams.write is None else at_least_float32(streams.write)
         values = torch.cat([write * x[..., 0], write], -1)
-        for i, rows, _, weights, share in attention_weights(mixer, streams, at, nulls, 1):
-            sums, w = (weights[:, 0] @ values[rows]).chunk(2, -1)
-            held, lost = share[:, 0, :, None], 1 - share[:, 0, :, None]
+        for i, rows, some, logits in attention_logits(mixer, streams, at):
+            sums, w = (logits[:, 0].softmax(-1) @ values[rows]).chunk(2, -1)
+            held = open_share(logits, None if nulls is None else nulls[i, some])[:, 0, :, None]
+            lost = 1 - held
             found, m = held * sums, held * w
             changes = (STARTS[i].sign * gradient[rows, ..., 0] * found + rest[rows, ..., 0] * m) / (m + lost)
             slopes[i] -= changes.double().sum((0, 1))
@@ -115,26 +116,35 @@ def start_slopes(mixer: Any, streams: Streams, y: Tensor, gradient: Tensor, null
     rest = rest.sum(-1).transpose(1, 2)  # b h at
     x, gradient = x.transpose(1, 2), gradient.transpose(1, 2)  # b h t p, b h at p
     products: tuple[Any, Tensor] = (None, rest)
-    for i, rows, heads, weights, share in attention_weights(mixer, streams, at, nulls, x.shape[1]):
+    for i, rows, heads, logits in attention_logits(mixer, streams, at):
         if products[0] != (rows, heads):
             products = ((rows, heads), gradient[rows, heads] @ x[rows, heads].mT)
-        found = STARTS[i].sign * torch.linalg.vecdot(weights, products[1])
-        slopes[i, heads] -= (share * (found + rest[rows, heads])).double().sum((0, 2))
+        found = STARTS[i].sign * torch.linalg.vecdot(logits.softmax(-1), products[1])
+        change = open_share(logits, None if nulls is None else nulls[i, heads]) * (found + rest[rows, heads])
+        slopes[i, heads] -= change.double().sum((0, 2))
     return slopes
 
 
-def attention_weights(
-    mixer: Any, streams: Streams, at: Tensor, nulls: Tensor | None, heads: int
-) -> Iterator[tuple[int, slice, slice, Tensor, Tensor]]:
-    """The attention of untrained grafts of some tokens, `at`, a piece at a time, and each piece for all starts: (number of the
-    start, rows, heads, weights (b, h, at, t) among the keys alone, m (b, h, at)). A graft's own weights are m times these."""
-    q, k = (streams.q, streams.k) if heads == 1 else mixer.prepare(streams.q, streams.k)  # for channels, project did that
-    q, k = q.float()[:, at].transpose(1, 2), k.float().transpose(1, 2)  # b g t n
+def open_share(logits: Tensor, null: Tensor | None) -> Tensor:
+    """m (b, h, t), of scores (b, h, t, s) and the null keys' logits (h,)."""
+    if null is None:
+        return logits.new_ones(logits.shape[:-1])
+    return (logits.logsumexp(-1) - null.to(logits)[:, None]).sigmoid()
+
+
+def attention_logits(mixer: Any, streams: Streams, at: Tensor) -> Iterator[tuple[int, slice, slice, Tensor]]:
+    """The scores of untrained grafts at some tokens, `at`, a piece at a time, and each piece for all starts: (number of the
+    start, rows, heads, scores (b, h, at, t), -inf where a key is later). Channels share one score, without their time steps."""
+    channels = issubclass(mixer.graft_class, ChannelGraft)  # whose project has normalised queries and keys already
+    q, k = (streams.q, streams.k) if channels else mixer.prepare(streams.q, streams.k)
+    q, k = at_least_float32(q)[:, at].transpose(1, 2), at_least_float32(k).transpose(1, 2)  # b g t n
+    heads = 1 if channels else mixer.num_heads
     (b, groups), later = k.shape[:2], torch.arange(k.shape[2], device=k.device) > at[:, None]
-    bias = torch.zeros(later.shape, device=k.device).masked_fill(later, -torch.inf)
+    bias = torch.zeros(later.shape, dtype=k.dtype, device=k.device).masked_fill(later, -torch.inf)
     added = None
-    if streams.log_write is not None and mixer.has_time_step and heads > 1:
-        added = streams.log_write.float().transpose(1, 2).contiguous()  # or all that is added to it has its order in memory
+    if streams.log_write is not None and mixer.has_time_step and not channels:
+        # Contiguous: what is added to it takes its order in memory, and softmax would copy.
+        added = at_least_float32(streams.log_write).transpose(1, 2).contiguous()
     rows_at_once, heads_at_once = max(1, WEIGHTS // (heads * later.numel())), max(1, min(heads, WEIGHTS // later.numel()))
     for first in range(0, b, rows_at_once):
         rows = slice(first, min(first + rows_at_once, b))
@@ -144,11 +154,7 @@ def attention_weights(
             scores = q[rows, group] @ k[rows, group].mT
             masked = bias if added is None else bias + added[rows, some, None]
             for i, start in enumerate(STARTS):
-                logits = torch.add(masked, scores, alpha=start.sign * start.tau)
-                weights, share = logits.softmax(-1), scores.new_ones(scores.shape[:-1])
-                if nulls is not None:
-                    share = (logits.logsumexp(-1) - nulls[i, some, None].to(logits)).sigmoid()
-                yield i, rows, some, weights, share
+                yield i, rows, some, torch.add(masked, scores, alpha=start.sign * start.tau)
 
 
 @contextmanager

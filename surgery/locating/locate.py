@@ -43,8 +43,8 @@ def locate(
     """Rank all heads of a model by what attention there would save on some questions.
 
     options: which share of the heads, the leading ones, is measured exactly, and how many leading units are ablated by position
-    (0: none); its probe names the questions in the ranking. nulls: by layer, the logits of null keys, (starts, heads)
-    (attribution.py); without it, attention acts at every token. Attention heads have no slope, because there is nothing to
+    (0: none); its probe names the questions in the ranking. nulls: of nulls.py, for heads that are to be grafted with
+    null keys; without it, attention acts at every token. Attention heads have no slope, because there is nothing to
     splice there: theirs is 0, and what they do is told by ablation.
 
     Raises UserError for a model whose layout is not known, for fewer than two questions, and where logits are not finite.
@@ -73,7 +73,7 @@ def locate(
             site=Site(unit.layer, unit.heads),
             kind=unit.place.kind,
             slope=slope,
-            start=start,
+            start=start.model_copy(update={"null": None}),
             gain=estimate_gain(gains[unit.name], len(spliced)) if unit.name in gains else None,
             roles=found.roles.get(unit.name),
         )

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from surgery.errors import UserError
@@ -82,8 +83,13 @@ def make_plan(
     )
     if options.share is None:
         return plan
-    rows, _ = text_rows(open_text(data.train_text, data.column), tokenizer, TOKENS, range(ROWS), seed)
-    return calibrate(model, plan, rows, options.share)
+    return calibrate(model, plan, read_plain_text(tokenizer, data, ROWS, seed), options.share)
+
+
+def read_plain_text(tokenizer: PreTrainedTokenizerBase, data: Data, rows: int, seed: int) -> Tensor:
+    """(rows, TOKENS) ids of data.train_text, on which null keys are set."""
+    ids, _ = text_rows(open_text(data.train_text, data.column), tokenizer, TOKENS, range(rows), seed)
+    return ids
 
 
 def grow_plan(

@@ -1,0 +1,106 @@
+"""Plans: which heads, and null keys that are open on a share of text."""
+
+import pytest
+import torch
+
+from surgery.errors import UserError
+from surgery.planning.calibrate import calibrate, solve_null
+from surgery.planning.choose import choose, make_plan
+from surgery.probes import make_probe
+from surgery.records.plan import Plan, Start
+from surgery.records.ranking import Estimate, HeadScore, Ranking
+from surgery.records.recipe import Data, PlanOptions
+from surgery.records.site import Site
+from surgery.splicing.splice import splice
+from tests.surgery.modeling import bases
+from tests.surgery.tuning.small import TOKENIZER, toy_base
+
+ONE = Estimate(mean=0.5, low=0.4, high=0.6, n=10)
+
+
+def ranking(*units: tuple[str, float], kind: str = "ssm") -> Ranking:
+    """A ranking of some units."""
+    heads = [HeadScore(site=Site.parse(site), kind=kind, slope=slope, start=Start(tau=2.0)) for site, slope in units]
+    return Ranking(heads=tuple(heads), probe="kv", accuracy=ONE, chance=0.1, loss=1.0, questions=10)
+
+
+LEADING = ranking(("L1.H3", 3.0), ("L0.H2", 2.0), ("L1.H0", 1.0), ("L0.H5", -1.0))
+
+
+@pytest.fixture(scope="module")
+def base():
+    return toy_base(dtype=torch.float32)
+
+
+@pytest.mark.parametrize("family", bases.BASES)
+@pytest.mark.parametrize("share", [0.01, 0.2])
+def test_untrained_grafts_are_open_on_their_share(family, share):
+    base, rows = bases.make_base(family), bases.make_rows(6, 50)
+    starts = {name: Start(sign=1, tau=0.5) for name in ("L0.H1", "L0.H4", "L1.H2")}
+    plan = calibrate(base, Plan(sites=("L0.H1,4", "L1.H2"), starts=starts), rows, share, batch_size=4)
+    assert {start.sign for start in plan.starts.values()} == {1}
+    # One graft at a time: each reads what it reads in the base.
+    for site in ("L0.H1,4", "L1.H2"):
+        names = [f"L{Site.parse(site).layer}.H{head}" for head in Site.parse(site).heads]
+        alone = Plan(sites=(site,), starts={name: plan.starts[name] for name in names})
+        hybrid, seen = splice(base, alone).eval(), []
+        hybrid.mixer_at(Site.parse(site).layer).graft.watch = lambda _, m, seen=seen: seen.append(m[:, 8:])
+        with torch.no_grad():
+            hybrid(input_ids=rows)
+        mean = seen[0].mean((0, 1))
+        expected = mean.mean() if family in ("mamba", "falcon_mamba") else mean
+        torch.testing.assert_close(expected, torch.full_like(expected, share), rtol=0.02, atol=1e-4)
+
+
+@pytest.mark.parametrize("share", [0.001, 0.5])
+def test_a_null_key_is_solved_for_its_share(share):
+    lse = torch.randn(4000, generator=torch.Generator().manual_seed(1)).double() * 10
+    assert float((lse - solve_null(lse, share)).sigmoid().mean()) == pytest.approx(share, rel=0.01)
+
+
+def test_the_leading_units_are_chosen(base):
+    plan = choose(base, TOKENIZER, LEADING, PlanOptions(heads=2), seed=1)
+    assert plan.sites == (Site(0, (2,)), Site(1, (3,)))
+    assert all(start.null is not None and start.tau == 2.0 for start in plan.starts.values())
+
+
+def test_sites_of_ones_own_are_kept(base):
+    plan = choose(base, TOKENIZER, LEADING, PlanOptions(sites=("L1.H0,5",), share=None))
+    assert plan.sites == (Site(1, (0, 5)),)
+    assert plan.start(1, 0) == Start(tau=2.0)
+    assert plan.start(1, 5) == Start()
+    assert plan.closed_below == 0
+
+
+def test_layers_are_chosen_by_their_heads(base):
+    plan = choose(base, TOKENIZER, LEADING, PlanOptions(kind="layer", layers=2))
+    assert plan.kind == "layer"
+    assert plan.sites == (Site(0), Site(1))
+
+
+def test_heads_are_added_while_they_save(base):
+    asked = make_probe("kv", pairs=4).questions(8, 1)
+    greedy = choose(base, TOKENIZER, LEADING, PlanOptions(heads="auto", max_heads=3, least_gain=0.0), questions=asked)
+    modest = choose(base, TOKENIZER, LEADING, PlanOptions(heads="auto", max_heads=3, least_gain=1e6), questions=asked)
+    assert modest.sites == (Site(1, (3,)),)
+    assert 1 <= sum(len(site.heads) for site in greedy.sites) <= 3
+
+
+@pytest.mark.parametrize(
+    ("ranked", "options"),
+    [
+        (LEADING, PlanOptions(heads="auto")),
+        (LEADING, PlanOptions(sites=("L7.H0",))),
+        (ranking(("L0.H1", 1.0), kind="attention"), PlanOptions()),
+    ],
+)
+def test_plans_that_cannot_be_are_refused(base, ranked, options):
+    with pytest.raises(UserError):
+        choose(base, TOKENIZER, ranked, options)
+
+
+def test_a_plan_is_made_of_sites_alone(base):
+    plan = make_plan(base, TOKENIZER, [Site(0, (1,)), Site(0, (4,))], {"L0.H1": Start(sign=-1)}, PlanOptions(), Data(), 3)
+    assert plan.sites == (Site(0, (1, 4)),)
+    assert plan.start(0, 1).sign == -1
+    assert plan.seed == 3
