@@ -19,7 +19,6 @@ from surgery.runtime.files import read_text
 
 GAP = 8  # tokens between the two occurrences of a pair, at least: a refrain of a few tokens is no recall
 BITS = 32  # of a token's number
-SECOND = (1 << BITS) - 1  # of a pair's number, these bits are its second token
 NONE = -1  # instead of a pair's number or place, where there is no pair
 COUNTED = 2**20  # characters of other text in which pairs are counted: some 250,000 tokens
 MOST_TOKENS = 2**16  # of a row
@@ -41,10 +40,6 @@ class PairCounts:
             return np.zeros(numbers.shape, dtype=np.int64)
         places = np.searchsorted(self._numbers, numbers).clip(max=len(self._numbers) - 1)
         return np.where(self._numbers[places] == numbers, self._counts[places], 0)
-
-    def token_counts(self, tokens: int) -> np.ndarray:
-        """(tokens,): how often each token occurs there as the second of a pair, so anywhere but at a stretch's beginning."""
-        return np.bincount(self._numbers & SECOND, self._counts, minlength=tokens).astype(np.int64)
 
 
 def find_repeats(
