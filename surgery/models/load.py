@@ -81,9 +81,11 @@ def load(
         else:
             model = open_folder(folder, DTYPES.get(dtype), target, device == "auto", trust_remote_code)
         model = model.eval()
-        if not hasattr(model, "hf_quantizer"):
-            model = model.to(choose_dtype(dtype, model.dtype, target))
-            model = model if hasattr(model, "hf_device_map") else model.to(target)
+        wanted = choose_dtype(dtype, model.dtype, target)
+        if wanted != model.dtype and not hasattr(model, "hf_quantizer"):
+            model = model.to(wanted)
+        if not hasattr(model, "hf_quantizer") and not hasattr(model, "hf_device_map"):
+            model = model.to(target)
     except UserError:
         raise
     except Exception as error:  # whatever a damaged file raises
@@ -145,9 +147,10 @@ def find_folder(name: str | Path, revision: str | None = None) -> Path:
         if path.exists():
             why = "GGUF files are for llama.cpp; load the model that it was made of"
             raise UserError(f"{name} is a file; {why if path.suffix == '.gguf' else 'give the folder of the model'}")
+        near = difflib.get_close_matches(path.name, [each.name for each in path.parent.glob("*/")], 1)
+        hint = f" (did you mean {path.parent / near[0]}?)" if near else ""
         if not HUB_ID.fullmatch(text) or path.suffix in (".yaml", ".yml", ".json"):
-            near = difflib.get_close_matches(path.name, [each.name for each in path.parent.glob("*/")], 1)
-            raise UserError(f"no such folder: {name}" + (f"; did you mean {path.parent / near[0]}?" if near else ""))
+            raise UserError(f"no such folder: {name}{hint}")
     except OSError as error:
         raise UserError(f"cannot read {name}: {error.strerror}") from error
     from huggingface_hub import snapshot_download
@@ -155,7 +158,7 @@ def find_folder(name: str | Path, revision: str | None = None) -> Path:
     try:
         snapshot = snapshot_download(text, revision=revision, allow_patterns=FETCHED, ignore_patterns=NOT_FETCHED)
     except Exception as error:
-        raise UserError(f"no such folder: {name}, and {why_not_fetched(error)}") from error
+        raise UserError(f"no such folder: {name}{hint}, and {why_not_fetched(error)}") from error
     check_files(Path(snapshot))
     return Path(snapshot)
 

@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModel, AutoModelForCausalLM, DataCollatorWithFlattening, DynamicCache
+from transformers import AutoModel, AutoModelForCausalLM
 
+from surgery.checking.check import check_laws
 from surgery.errors import UserError
 from surgery.models.digests import fingerprint
 from surgery.records.plan import Plan
@@ -16,7 +17,6 @@ from tests.surgery.modeling.stock_bases import CONFIGURATIONS, make_base, make_h
 FAMILIES = pytest.mark.parametrize("name", CONFIGURATIONS)
 KINDS = pytest.mark.parametrize("name", ["bamba", "falcon_h1", "jamba", "qwen3_next", "kimi_linear"])  # of mixers and blocks
 GENERATE = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None, "max_new_tokens": 7}
-LENGTHS = (9, 1, 7, 20)  # of packed documents
 
 
 def logits(model: Any, ids: Tensor, **more: Any) -> Tensor:
@@ -61,36 +61,27 @@ def test_a_closed_graft_leaves_the_base_bit_for_bit(name: str) -> None:
     assert torch.equal(logits(hybrid, ids), logits(adopt(make_base(name)), ids))
 
 
-@FAMILIES
-@pytest.mark.parametrize("sizes", [[1] * 5 + [18], [2, 14, 1, 6]], ids=["one by one", "short first"])
-def test_cached_is_whole(name: str, sizes: list[int]) -> None:
-    hybrid, ids = make_hybrid(name), make_rows()
-    cache, parts = DynamicCache(config=hybrid.config), []
-    for number, part in enumerate(ids.split(sizes, dim=1)):
-        how = {"cache_params": cache} if number % 2 else {"past_key_values": cache}  # either name
-        parts.append(logits(hybrid, part, use_cache=True, **how))
-    assert_same(torch.cat(parts, 1), logits(hybrid, ids))
+def assert_laws(hybrid: Any, laws: tuple[str, ...] = (), **how: Any) -> None:
+    found, _ = check_laws(hybrid, only=laws, **how)
+    wrong = [(finding.law, finding.difference, finding.where) for finding in found if finding.verdict == "wrong"]
+    assert not wrong
+    assert not laws or all(finding.verdict == "right" for finding in found)
 
 
 @FAMILIES
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_padded_is_alone(name: str, side: str) -> None:
-    """The prompt, the tokens that are decoded after it one by one, and a second chunk."""
-    hybrid, ids = make_hybrid(name), make_rows(3)
-    lengths, after = [23, 9, 2], make_rows(3, 6, seed=5)
-    mask = torch.stack([torch.arange(23) < n if side == "right" else torch.arange(23) >= 23 - n for n in lengths]).long()
-    padded = torch.zeros_like(ids)
-    for row, n in enumerate(lengths):
-        padded[row, mask[row].bool()] = ids[row, :n]
-    cache = DynamicCache(config=hybrid.config)
-    parts = [logits(hybrid, padded, attention_mask=mask, past_key_values=cache, use_cache=True)]
-    for part in after.split([1, 1, 4], dim=1):
-        mask = torch.cat([mask, torch.ones_like(part)], 1)
-        parts.append(logits(hybrid, part, attention_mask=mask, past_key_values=cache, use_cache=True))
-    together = torch.cat(parts, 1)
-    for row, n in enumerate(lengths):
-        alone = logits(hybrid, torch.cat([ids[row : row + 1, :n], after[row : row + 1]], 1))
-        assert_same(together[row, mask[row].bool()], alone[0])
+def test_laws_of_a_state(name: str) -> None:
+    assert_laws(make_hybrid(name), ("cache_chunks", "left_padding", "right_padding", "packed"))
+
+
+@KINDS
+def test_more_laws_of_a_state(name: str) -> None:
+    assert_laws(make_hybrid(name), ("generate", "static_cache", "second_turn", "beams", "train_mode", "inputs_embeds"))
+
+
+@pytest.mark.slow
+@FAMILIES
+def test_all_laws_of_a_state(name: str) -> None:
+    assert_laws(make_hybrid(name))
 
 
 @KINDS
@@ -98,30 +89,6 @@ def test_padding_that_is_read_alone_is_refused(name: str) -> None:
     hybrid, ids = make_hybrid(name), make_rows(2, 1)
     with pytest.raises(ValueError, match="padding"):
         logits(hybrid, ids, attention_mask=torch.tensor([[0], [1]]), use_cache=True)
-
-
-@FAMILIES
-def test_packed_is_alone(name: str) -> None:
-    hybrid = make_hybrid(name)
-    documents = [make_rows(1, n, seed=n) for n in LENGTHS]
-    row = torch.cat(documents, 1)
-    bounds = torch.tensor([0, *LENGTHS]).cumsum(0).int()
-    positions = torch.cat([torch.arange(n) for n in LENGTHS])[None]
-    numbers = torch.repeat_interleave(torch.arange(4), torch.tensor(LENGTHS))[None].int()
-    collated = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)(
-        [{"input_ids": document[0].tolist(), "labels": document[0].tolist()} for document in documents]
-    )
-    collated = {key: value for key, value in collated.items() if key not in ("input_ids", "labels")}
-    alone = torch.cat([logits(hybrid, document) for document in documents], 1)
-    for said in (
-        {"position_ids": positions},
-        {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": 30, "max_length_k": 30},
-        {"seq_idx": numbers},
-        collated,
-    ):
-        assert_same(logits(hybrid, row, **said), alone)
-    with pytest.raises(ValueError, match="packed"):
-        logits(hybrid, row, position_ids=positions, use_cache=True)
 
 
 @KINDS
@@ -147,52 +114,6 @@ def test_packed_gradients_and_hidden_states_are_those_of_documents_alone(name: s
 
 
 @KINDS
-def test_training_mode_and_checkpointing_change_nothing(name: str) -> None:
-    hybrid, ids = make_hybrid(name), make_rows()
-    want, gradients = logits(hybrid, ids), []
-    hybrid.train()
-    for checkpointing in (False, True):
-        if checkpointing:
-            hybrid.gradient_checkpointing_enable()
-        hybrid.zero_grad()
-        output = hybrid(ids, labels=ids)
-        assert_same(output.logits.detach(), want)
-        output.loss.backward()
-        gradients.append({key: p.grad.clone() for key, p in hybrid.named_parameters() if p.requires_grad})
-    assert set(gradients[0]) == set(hybrid.graft_parameters())
-    for key, one in gradients[0].items():
-        assert_same(one, gradients[1][key])
-
-
-@KINDS
-@pytest.mark.parametrize("how", [{}, {"num_beams": 3}, {"cache_implementation": "static"}], ids=["greedy", "beams", "static"])
-def test_generate_with_a_cache_as_without(name: str, how: dict) -> None:
-    hybrid, ids = make_hybrid(name), make_rows()
-    mask = torch.ones_like(ids)
-    mask[1, :8] = 0
-    ids[1, :8] = 0
-    plain = {key: value for key, value in how.items() if key != "cache_implementation"}
-    without = hybrid.generate(ids, attention_mask=mask, use_cache=False, **plain, **GENERATE)
-    assert torch.equal(hybrid.generate(ids, attention_mask=mask, **how, **GENERATE), without)
-
-
-@KINDS
-@pytest.mark.parametrize("masked", [False, True])
-def test_a_second_turn_goes_on(name: str, masked: bool) -> None:
-    """Given the whole conversation and the cache of the first turn, generate reads what is new."""
-    hybrid, read = make_hybrid(name), []
-    turn = hybrid.generate(make_rows(1), return_dict_in_generate=True, **GENERATE)
-    text = torch.cat([turn.sequences, make_rows(1, 4, seed=9)], 1)
-    given = {"attention_mask": torch.ones_like(text)} if masked else {}
-    hook = hybrid.get_input_embeddings().register_forward_hook(lambda _, inputs, __: read.append(inputs[0].shape[1]))
-    given |= {"past_key_values": turn.past_key_values, "return_dict_in_generate": True, "output_logits": True}
-    reply = hybrid.generate(text, **GENERATE, **given)
-    hook.remove()
-    assert read[0] == 5
-    assert_same(reply.logits[0], logits(hybrid, text)[:, -1])
-
-
-@FAMILIES
 def test_what_a_forward_does_not_read_is_refused(name: str) -> None:
     hybrid, ids = make_hybrid(name), make_rows(1)
     for model in (hybrid, hybrid.base_model):
@@ -202,15 +123,6 @@ def test_what_a_forward_does_not_read_is_refused(name: str) -> None:
         cache = hybrid(ids, use_cache=True).past_key_values
     with pytest.raises(ValueError, match="cache"):
         hybrid(ids, past_key_values=cache)
-
-
-@KINDS
-def test_embeddings_loss_and_some_logits(name: str) -> None:
-    hybrid, ids = make_hybrid(name), make_rows()
-    embedded = hybrid.get_input_embeddings()(ids)
-    with torch.no_grad():
-        read = hybrid(inputs_embeds=embedded, use_cache=False, logits_to_keep=2)
-    assert_same(read.logits, logits(hybrid, ids)[:, -2:])
 
 
 @FAMILIES
