@@ -8,6 +8,7 @@ model it is located. Training can be interrupted at any time: the same command g
 """
 
 import argparse
+import hashlib
 import json
 import math
 import random
@@ -29,12 +30,8 @@ from surgery.evaluation.statistics import estimate
 from surgery.exporting.tokenizer import save_tokenizer
 from surgery.probes import make_probe
 from surgery.probes.choice import lettered
-from surgery.probes.compare import Compare
-from surgery.probes.kv import OPENING
-from surgery.probes.question import with_spans
-from surgery.probes.records import VALUES, Records, draw_keys
 from surgery.probes.scoring import answer
-from surgery.probes.toy import PLACES, THINGS, document, facts, key_words
+from surgery.probes.toy import document, facts
 from surgery.probes.toy_tokenizer import build_tokenizer
 from surgery.records.plan import Plan
 from surgery.records.record import Record, provenance
@@ -47,14 +44,19 @@ from surgery.tuning.examples import Example, dictionary_example, encode_examples
 from surgery.tuning.losses import IGNORE, Part
 
 Count = Annotated[int, Field(ge=1)]
+APART_FROM = 4  # records: words come between key and value when so many have been learnt
 
 
 class Curriculum(Record):
-    """One record more whenever the running loss falls below the threshold."""
+    """One record more whenever the running loss falls below the threshold; or, over so many steps, as the square of the step:
+    models that are compared then see the same tokens, whatever they learn. between: the most words between a key and its value,
+    which are added one by one as well, once there are four records."""
 
     first: Count = 2
     last: Count = 10
     threshold: float = 0.5
+    between: int = 0
+    over: Count | None = None
 
 
 class Hints(Record):
@@ -71,7 +73,7 @@ class BaseRecipe(Record):
     architecture: dict[str, Any]
     """Fields of the Hugging Face configuration."""
     attention: SitesText = ()
-    """Layers that are attention from the start: a hybrid, trained as one."""
+    """Layers that are attention from the start, or heads beside which there is attention: a hybrid, trained as one."""
     attention_head_dim: int | None = None
     """Width of a head in these layers."""
     embedding_std: float = 0.25
@@ -90,15 +92,11 @@ class BaseRecipe(Record):
     """How many of the model's layers learn it then; 0: all."""
     hints: Hints | None = None
     """Where the heads look in these steps (Transformers do not learn retrieval at this size without)."""
-    retrieval: str = "kv"
-    """What the curriculum is about: kv (dictionaries) or records."""
     curriculum: Curriculum = Curriculum()
     queries: Count = 16
     """At most this many questions follow one dictionary."""
     targets: Count = 160
     """Questions of retrieval in a step."""
-    compare: int = 0
-    """Sequences of records to be compared in a step."""
     choice: int = 4
     """Sequences of six multiple-choice questions in a step."""
     choice_length: str = "word"
@@ -114,30 +112,6 @@ class BaseRecipe(Record):
 # What a step sees
 
 
-def records_example(rng: random.Random, pairs: int, queries: int) -> Example:
-    """Records, and questions about some of them in the words of the probe."""
-    keys, values = draw_keys(rng, max(4, pairs), "all")[:pairs], rng.sample(VALUES, pairs)
-    head, spans = with_spans(OPENING, (Records._line(rng, key, value) for key, value in zip(keys, values, strict=True)))
-    asked = rng.sample(range(pairs), min(queries, pairs))
-    ask = [(head if i == 0 else "\n") + f"The pet of {keys[place]} is a" for i, place in enumerate(asked)]
-    return Example(tuple((text, f" {values[place]}", spans[place]) for text, place in zip(ask, asked, strict=True)))
-
-
-def compare_example(rng: random.Random, pairs: int, queries: int) -> Example:
-    """Records of who has how many, and which of two has more, in the words of the probe."""
-    owners, numbers = rng.sample(key_words("all", pairs), pairs), rng.sample(range(100), pairs)
-    between = [f"near {rng.choice(PLACES)} with the {rng.choice(THINGS)}" for _ in owners]
-    lines = [f"* {owner} {words} {n}\n" for owner, words, n in zip(owners, between, numbers, strict=True)]
-    head, spans = with_spans(OPENING, lines)
-    pieces = []
-    for i in range(queries):
-        one, other = rng.sample(range(pairs), 2)
-        right = one if numbers[one] > numbers[other] else other
-        text = (head if i == 0 else "\n") + f"Of {owners[one]} and {owners[other]} the one with more is"
-        pieces.append((text, f" {owners[right]}", spans[right]))
-    return Example(tuple(pieces))
-
-
 def choice_example(rng: random.Random, length: Any, questions: int = 6) -> Example:
     """Multiple-choice questions with prompts of the training split."""
     drawn = [
@@ -146,27 +120,22 @@ def choice_example(rng: random.Random, length: Any, questions: int = 6) -> Examp
     return Example(tuple(("\n" * (i > 0) + q.prompt, q.choices[q.answer], None) for i, q in enumerate(drawn)))
 
 
-def retrieval(recipe: BaseRecipe, rng: random.Random, most: int) -> list[Example]:
+def retrieval(recipe: BaseRecipe, rng: random.Random, most: int, between: int = 0) -> list[Example]:
     """Sequences of one random size, of at most `most` records, with about recipe.targets questions in all."""
     pairs = rng.randint(recipe.curriculum.first, most)
     count = max(1, recipe.targets // min(pairs, recipe.queries))
-    if recipe.retrieval == "kv":
-        return [dictionary_example(rng, pairs, recipe.queries, "all") for _ in range(count)]
-    return [records_example(rng, pairs, recipe.queries) for _ in range(count)]
+    return [dictionary_example(rng, pairs, recipe.queries, "all", between) for _ in range(count)]
 
 
-def all_kinds(recipe: BaseRecipe, rng: random.Random, tokenizer: Any, most: int) -> dict[str, Part]:
+def all_kinds(recipe: BaseRecipe, rng: random.Random, tokenizer: Any, most: int, between: int = 0) -> dict[str, Part]:
     """What a step sees: kind -> rows. Of documents all tokens are targets."""
-    kinds = {recipe.retrieval: encode_examples(tokenizer, retrieval(recipe, rng, most))}
+    kinds = {"kv": encode_examples(tokenizer, retrieval(recipe, rng, most, between))}
     if recipe.documents:
         texts = [document(rng, held_out=False, sentences=recipe.sentences) for _ in range(recipe.documents)]
         rows = tokenizer([tokenizer.eos_token + text for text in texts], add_special_tokens=False)["input_ids"]
         kinds["text"] = Part("text", pad(rows, 0), pad([[*row[1:], IGNORE] for row in rows], IGNORE))
     if recipe.choice:
         kinds["choice"] = encode_examples(tokenizer, [choice_example(rng, recipe.choice_length) for _ in range(recipe.choice)])
-    if recipe.compare:
-        pairs = rng.randint(2, max(2, most))
-        kinds["compare"] = encode_examples(tokenizer, [compare_example(rng, pairs, 8) for _ in range(recipe.compare)])
     return kinds
 
 
@@ -197,7 +166,8 @@ def fresh_model(recipe: BaseRecipe, tokenizer: Any) -> Any:
             mixer.dt_bias.copy_(step + torch.log(-torch.expm1(-step)))  # softplus of which it is
     model = adopt(model)
     if recipe.attention:
-        model = splice(model, Plan(kind="layer", sites=recipe.attention, width=recipe.attention_head_dim, seed=recipe.seed))
+        kind = "head" if recipe.attention[0].heads else "layer"
+        model = splice(model, Plan(kind=kind, sites=recipe.attention, width=recipe.attention_head_dim, seed=recipe.seed))
     return model.requires_grad_(True)
 
 
@@ -256,8 +226,11 @@ class Training:
             "all": 0,
             "over": False,
             "records": recipe.curriculum.first,
+            "between": 0,
             "running": 5.0,
             "seconds": 0.0,
+            "tokens": {},
+            "digest": "",
         }
 
     def run(self) -> None:
@@ -267,25 +240,34 @@ class Training:
         if recipe.hints and not at["over"]:
             self.model.set_attn_implementation("eager")  # the only one that returns attention weights
         for number in bar(range(at["alone"], 0 if at["over"] else recipe.alone_steps), "retrieval alone"):
-            part = encode_examples(self.tokenizer, retrieval(recipe, self.rng, at["records"]))
+            part = encode_examples(self.tokenizer, retrieval(recipe, self.rng, at["records"], at["between"]))
+            self.note_tokens({"kv": part})
             if recipe.hints:
                 losses = hinted_losses(self.model, part, recipe.hints)
             else:
-                losses = {recipe.retrieval: loss_of(self.model, part, recipe.alone_layers)}
+                losses = {"kv": loss_of(self.model, part, recipe.alone_layers)}
             if self.step(losses, min(1.0, (number + 1) / recipe.warmup_steps), "alone"):
                 break
         if recipe.hints:
             self.model.set_attn_implementation(implementation)
         if not at["over"]:
-            say(f"retrieval alone: {at['alone']} steps, {at['records']} records")
+            say(f"retrieval alone: {at['alone']} steps, {at['records']} records, {at['between']} words between key and value")
             at["over"] = True
         for number in bar(range(at["all"], recipe.steps), "all kinds"):
-            parts = all_kinds(recipe, self.rng, self.tokenizer, at["records"])
+            parts = all_kinds(recipe, self.rng, self.tokenizer, at["records"], at["between"])
+            self.note_tokens(parts)
             left = (recipe.steps - number) / (recipe.steps * (1 - recipe.decay_from))
             rate = min(1.0, (number + 1) / recipe.warmup_steps) * min(1.0, max(0.05, left))
             self.step({name: loss_of(self.model, part) for name, part in parts.items()}, rate, "all")
             if at["all"] % 500 == 0:
                 say(f"step {at['all']}: {glance(self.model, self.tokenizer, recipe)}")
+
+    def note_tokens(self, parts: dict[str, Part]) -> None:
+        """Count the tokens that a step sees, by kind. Trainings with one digest have seen the same, in the same order."""
+        seen = self.at["tokens"]
+        for kind, part in parts.items():
+            seen[kind] = seen.get(kind, 0) + int((part.ids != self.tokenizer.pad_token_id).sum())
+            self.at["digest"] = hashlib.sha256(self.at["digest"].encode() + part.ids.numpy().tobytes()).hexdigest()
 
     def step(self, losses: dict[str, Tensor], rate: float, kind: str) -> bool:
         """One step on the sum of some losses; whether the curriculum ended with it."""
@@ -301,16 +283,21 @@ class Training:
         self.optimizer.zero_grad()
         at, done = self.at, False
         at[kind] += 1
-        at["running"] = 0.95 * at["running"] + 0.05 * losses[self.recipe.retrieval].item()
-        if at["running"] < options.threshold:
-            done = at["records"] == options.last
+        at["running"] = 0.95 * at["running"] + 0.05 * losses["kv"].item()
+        if options.over:
+            done_share = min(1.0, (at["alone"] + at["all"]) / options.over)
+            at["records"] = options.first + int((options.last - options.first) * done_share**2)
+        elif at["running"] < options.threshold:
+            apart = at["records"] >= APART_FROM and at["between"] < options.between
+            done = at["records"] == options.last and not apart
             if not done:
-                at["records"], at["running"] = at["records"] + 1, 3 * options.threshold
+                at["between" if apart else "records"] += 1
+                at["running"] = 3 * options.threshold
         at["seconds"] += time.process_time() - self.clock
         self.clock = time.process_time()
         if at[kind] % 50 == 0:
             figures = {name: round(loss.item(), 4) for name, loss in losses.items()}
-            self.log.append({"step": at[kind], "stage": kind, "records": at["records"], **figures})
+            self.log.append({"step": at[kind], "stage": kind, "records": at["records"], "between": at["between"], **figures})
             self.save()
         return done
 
@@ -344,15 +331,13 @@ class Training:
 
 def probes_of(recipe: BaseRecipe, tokenizer: Any) -> dict[str, tuple[str, Any]]:
     """Name -> (words, probe) of what a base of this recipe is measured by."""
-    sizes = (4, 8, 16, 32, 64) if recipe.retrieval == "kv" else (4, 8, 16, 32)
-    words = {"kv": "key-value retrieval", "records": "records"}[recipe.retrieval]
+    between = recipe.curriculum.between
+    words = f"key-value retrieval{f', {between} words between key and value' * bool(between)}"
     found = {
-        f"{recipe.retrieval}.{n}": (f"{words}, {n} pairs", make_probe(recipe.retrieval, tokenizer, pairs=n)) for n in sizes
+        f"kv.{n}": (f"{words}, {n} pairs", make_probe("kv", tokenizer, pairs=n, between=between)) for n in (4, 8, 16, 32, 64)
     }
     found["knowledge"] = ("facts (held-out templates)", make_probe("knowledge", tokenizer))
     found["choice"] = ("multiple choice (held-out prompts)", make_probe("choice", tokenizer, length=recipe.choice_length))
-    if recipe.compare:
-        found |= {f"compare.{n}": (f"comparison of two of {n} records", Compare(pairs=n)) for n in (4, 8)}
     return found
 
 

@@ -81,6 +81,7 @@ def quick(given: Given) -> list[Measurement]:
 def kv(given: Given) -> list[Measurement]:
     """Dictionaries of each size (bench.pairs), with keys that tuning may use, and with others (bench.unseen_pairs)."""
     options = given.options
+    apart = f", {options.between} words between key and value" if options.between else ""
     unseen = options.pairs[-1:] if options.unseen_pairs is None else options.unseen_pairs
     asked = [("kv", size, "seen", "") for size in options.pairs]
     asked += [("kv_unseen", size, "unseen", ", keys not used in tuning") for size in unseen]
@@ -88,11 +89,12 @@ def kv(given: Given) -> list[Measurement]:
         ask_probe(
             given,
             f"{name}.{size}",
-            f"dictionaries of {size} pairs{more}",
+            f"dictionaries of {size} pairs{apart}{more}",
             f"{size} pairs{', new keys' * bool(more)}",
             "kv",
             pairs=size,
             keys=keys,
+            between=options.between,
         )
         for name, size, keys, more in asked
     ]

@@ -3,7 +3,8 @@
 As in "Understanding the Skill Gap in Recurrent Language Models" (arXiv 2504.18574), zero-shot: `pairs` random words, each with
 its own integer from 0 to 99. The prompt ends without a space; the model's answer is the value, among those in the dictionary,
 whose tokens have the largest summed log-probability. Chance is 1 / pairs. Where the published code is unseeded, this one takes
-a seed, and which words may be keys.
+a seed, which words may be keys, and how many words stand between a key and its value: from three on the value is further from
+its key than a convolution of four taps reaches, and something else has to gather the two.
 """
 
 import random
@@ -11,10 +12,11 @@ from dataclasses import dataclass
 
 from surgery.errors import UserError
 from surgery.probes.question import Question, with_spans
-from surgery.probes.toy import Keys, key_words
+from surgery.probes.toy import ADJECTIVES, THINGS, Keys, key_words
 
 OPENING = "Memorize the following dictionary:\n"
 MOST_PAIRS = 100
+MOST_BETWEEN = 100
 
 
 def ask_value(key: str) -> str:
@@ -27,17 +29,25 @@ def draw_dictionary(rng: random.Random, pairs: int, keys: Keys = "all") -> dict[
     return dict(zip(rng.sample(key_words(keys, pairs), pairs), map(str, rng.sample(range(MOST_PAIRS), pairs)), strict=True))
 
 
+def write_entry(rng: random.Random, key: str, value: str, between: int = 0) -> str:
+    """A line of the dictionary, with so many words between key and value."""
+    return f"{' '.join([key, *rng.choices(ADJECTIVES + THINGS, k=between)])}:{value}\n"
+
+
 @dataclass(frozen=True)
 class KVRetrieval:
     """pairs: entries of a dictionary, at most 100. keys: which words may be keys: "all", "seen" (those that tuning may use) or
-    "unseen" (those that it does not); of the latter two there are 64 each."""
+    "unseen" (those that it does not); of the latter two there are 64 each. between: words between a key and its value."""
 
     pairs: int
     keys: Keys = "all"
+    between: int = 0
 
     def __post_init__(self) -> None:
         if not 1 <= self.pairs <= MOST_PAIRS:
             raise UserError(f"kv takes 1 to {MOST_PAIRS} pairs, not {self.pairs}")
+        if not 0 <= self.between <= MOST_BETWEEN:
+            raise UserError(f"kv takes 0 to {MOST_BETWEEN} words between a key and its value, not {self.between}")
         key_words(self.keys, self.pairs)
 
     def questions(self, n: int, seed: int) -> list[Question]:
@@ -46,7 +56,7 @@ class KVRetrieval:
 
     def _question(self, rng: random.Random) -> Question:
         entries = draw_dictionary(rng, self.pairs, self.keys)
-        prompt, spans = with_spans(OPENING, (f"{key}:{value}\n" for key, value in entries.items()))
+        prompt, spans = with_spans(OPENING, (write_entry(rng, *entry, self.between) for entry in entries.items()))
         answer = rng.randrange(self.pairs)
         prompt += ask_value(list(entries)[answer])
         return Question(prompt, tuple(entries.values()), answer, spans, answer)

@@ -248,6 +248,8 @@ class Bench(Record):
     """Sizes of the dictionaries, with keys that tuning may use. The verdict is about the largest."""
     unseen_pairs: Counts | None = None
     """Sizes of the dictionaries with keys not used in tuning; by default the last of pairs."""
+    between: Annotated[int, Field(ge=0, le=100, strict=True)] = 0
+    """Words between a key and its value in these dictionaries."""
     limit: Annotated[int, Field(ge=2, le=10**6, strict=True)] = 500
     """Questions of each size and probe."""
     windows: Count = 64

@@ -20,7 +20,7 @@ from surgery.errors import UserError
 from surgery.models.tokens import divided, encode_continuations, encode_prompts, summary, token_spans
 from surgery.probes import make_probe, probe_class, training_options
 from surgery.probes.bigrams import PairCounts, find_repeats
-from surgery.probes.kv import OPENING, ask_value, draw_dictionary
+from surgery.probes.kv import OPENING, ask_value, draw_dictionary, write_entry
 from surgery.probes.question import Question, with_spans
 from surgery.records.recipe import TOY, Data, Examples, Tune
 from surgery.runtime.files import read_text
@@ -42,11 +42,12 @@ class Example:
     pieces: tuple[tuple[str, str, tuple[int, int] | None], ...]
 
 
-def dictionary_example(rng: random.Random, pairs: int, queries: int, keys: Any = "seen") -> Example:
-    """A dictionary and at most `queries` questions about it. No key is asked for twice: the second answer could be copied from
-    the first, which is not what the probe measures."""
+def dictionary_example(rng: random.Random, pairs: int, queries: int, keys: Any = "seen", between: int = 0) -> Example:
+    """A dictionary, with at most `between` words between a key and its value, and at most `queries` questions about it. No key
+    is asked for twice: the second answer could be copied from the first, which is not what the probe measures."""
     entries = draw_dictionary(rng, pairs, keys)
-    head, spans = with_spans(OPENING, (f"{key}:{value}\n" for key, value in entries.items()))
+    lines = (write_entry(rng, *entry, rng.randint(0, between) if between else 0) for entry in entries.items())
+    head, spans = with_spans(OPENING, lines)
     places = dict(zip(entries, spans, strict=True))
     asked = rng.sample(list(entries), min(queries, pairs))
     return Example(
@@ -134,7 +135,7 @@ class ExampleSource:
                 probe = self._probe(entry, dict(zip(entry.options, values, strict=True)))
                 has_evidence |= probe.questions(1, FIRST_SEED)[0].evidence is not None
         if not has_evidence:
-            raise UserError("tune.hints: no probe of tune.examples says where its answers are; kv, mqar, needle and records do")
+            raise UserError("tune.hints: no probe of tune.examples says where its answers are; kv, mqar and needle do")
 
     def _probe(self, entry: Examples, options: dict[str, Any]) -> Any:
         return make_probe(entry.probe, self.tokenizer, **training_options(entry.probe, options))
@@ -152,7 +153,7 @@ class ExampleSource:
         count = self.options.batch_size if size is None else size
         if entry.probe == "kv":
             queries = entry.queries or QUERIES
-            examples = [dictionary_example(rng, drawn["pairs"], queries) for _ in range(count)]
+            examples = [dictionary_example(rng, drawn["pairs"], queries, between=drawn.get("between", 0)) for _ in range(count)]
         else:
             probe = self._probe(entry, drawn)
             examples = [question_example(question) for question in draw_questions(probe, count, rng)]

@@ -1,4 +1,4 @@
-"""The script that makes built-in bases: recipes fit, a training goes on where it stopped, questions are the probes' own."""
+"""The script that makes built-in bases: recipes fit, a training goes on where it stopped, what is written was measured."""
 
 import importlib.util
 import random
@@ -10,8 +10,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from surgery.errors import UserError
-from surgery.probes.compare import Compare
-from surgery.probes.records import Records
 from surgery.runtime.yaml import parse_yaml
 
 FOLDER = Path(__file__).parents[2] / "recipes" / "pretraining"
@@ -80,36 +78,3 @@ def test_a_checkpoint_is_what_was_measured(tmp_path: Path) -> None:
     again = train.measure(train.adopt(model).eval(), tokenizer, written)
     assert again.pop("perplexity") == pytest.approx(measured.pop("perplexity"))
     assert again == measured
-
-
-@pytest.mark.parametrize(("make", "probe"), [("records_example", Records(pairs=5)), ("compare_example", Compare(pairs=5))])
-def test_questions_are_in_the_words_of_the_probe(make: str, probe: Any) -> None:
-    example = getattr(train, make)(random.Random(0), 5, 3)
-    question = probe.questions(1, 0)[0]
-
-    def form(text: str) -> list[str]:
-        """The words that all records and questions share, by line."""
-        common = {
-            "Memorize",
-            "the",
-            "following",
-            "*",
-            "was",
-            "near",
-            "with",
-            "a",
-            "The",
-            "pet",
-            "of",
-            "is",
-            "Of",
-            "and",
-            "one",
-            "more",
-        }
-        return [" ".join(word for word in line.split() if word in common and word != "the") for line in text.splitlines()]
-
-    assert form(example.pieces[0][0]) == form(question.prompt)
-    assert len(example.pieces) == 3
-    for before, answer, span in example.pieces[:1]:
-        assert answer.split()[-1] in before[slice(*span)]

@@ -16,7 +16,7 @@ MIXED = [
     Question("At noon the lamp of", (" Barin", " Bamek was", " Bamek saw a cat", "!"), 2),
     *make_probe("kv", pairs=5).questions(3, 1),
     Question("Before dawn", (" Toshak went",), 0),
-    *make_probe("records").questions(2, 1),
+    *make_probe("kv", pairs=4, between=5).questions(2, 1),
     Question("In the yard ", ("Barin", "the dog"), 1),
 ]
 
@@ -81,7 +81,9 @@ def test_batches_hold_every_question_once(one_length):
 
 
 def test_places_divide_the_tokens():
-    encoded = encode(TOKENIZER, [*make_probe("kv", pairs=5).questions(3, 1), *make_probe("records").questions(2, 1)])
+    encoded = encode(
+        TOKENIZER, [*make_probe("kv", pairs=5).questions(3, 1), *make_probe("kv", pairs=4, between=5).questions(2, 1)]
+    )
     masks = {place: encoded.mask(place) for place in PLACES}
     assert torch.equal(masks["query"].int() + masks["spans"].int() + masks["elsewhere"].int(), masks["everywhere"].int())
     assert not (masks["evidence"] & ~masks["spans"]).any()
