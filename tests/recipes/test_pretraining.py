@@ -78,3 +78,24 @@ def test_a_checkpoint_is_what_was_measured(tmp_path: Path) -> None:
     again = train.measure(train.adopt(model).eval(), tokenizer, written)
     assert again.pop("perplexity") == pytest.approx(measured.pop("perplexity"))
     assert again == measured
+
+
+def test_a_base_and_its_twins_see_the_same_tokens(tmp_path: Path) -> None:
+    """Where the curriculum goes by the step, whatever the models learn."""
+    tokenizer = train.build_tokenizer()
+    by_step = SMALL | {"steps": 10, "alone_steps": 5, "alone_layers": 0, "curriculum": {"first": 2, "last": 8, "over": 12}}
+    seen, counts = set(), set()
+    for attention in ([], ["L1.H0,2"], ["L1"]):
+        recipe = train.BaseRecipe.model_validate(by_step | {"attention": attention})
+        training = train.Training(recipe, tokenizer, tmp_path / str(attention))
+        training.run()
+        assert training.at["records"] == 8
+        assert set(training.at["tokens"]) == {"kv", "text", "choice"}
+        assert all(p.requires_grad for p in training.model.parameters())
+        seen.add(training.at["digest"])
+        counts.add(training.model.num_parameters())
+    assert len(seen) == 1
+    assert len(counts) == 3
+    other = train.Training(train.BaseRecipe.model_validate(by_step | {"seed": 1}), tokenizer, tmp_path / "other")
+    other.run()
+    assert other.at["digest"] not in seen
