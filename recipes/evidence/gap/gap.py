@@ -1,0 +1,429 @@
+"""How much of the gap between a base and a hybrid that was trained from scratch does a brief edit close?
+
+    python recipes/evidence/gap/gap.py --seeds 1 2 3    measure what gap.jsonl does not hold yet
+    python recipes/evidence/gap/gap.py --page           gap.png and README.md, from gap.jsonl
+
+A seed is three trainings on the same tokens: a base, its twin with attention at the two located heads from the first step on,
+and its twin with one whole attention layer in the place of that layer. The base is then edited, and so is what rivals the edit.
+Every finished figure is a line of gap.jsonl at once, and trainings go on from runs/gap, so the command can be stopped at any
+time. The share closed is (edited - base) / (twin - base).
+"""
+
+import argparse
+import copy
+import importlib.util
+import json
+import time
+from collections import Counter
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import surgery
+from surgery.errors import UserError
+from surgery.evaluation.costs import cache_bytes, read_context
+from surgery.evaluation.statistics import share_closed
+from surgery.evaluation.suites import Given, Measurement, measurements, twice
+from surgery.planning.choose import make_plan
+from surgery.probes import make_probe, training_options
+from surgery.records.plan import Plan
+from surgery.records.recipe import Examples, Lora
+from surgery.records.record import provenance
+from surgery.records.site import Site
+from surgery.runtime.files import read_text, write_text
+from surgery.runtime.progress import say
+from surgery.splicing.splice import adopt
+from surgery.tuning.controls import control_plan, trainable_control
+from surgery.tuning.examples import Batches
+from surgery.tuning.loop import trained_parameters
+
+HERE, ROOT = Path(__file__).parent, Path(__file__).parents[3]
+RECORD, WORK = HERE / "gap.jsonl", ROOT / "runs" / "gap"
+SPEC = importlib.util.spec_from_file_location("train", ROOT / "recipes" / "pretraining" / "train.py")
+assert SPEC is not None
+assert SPEC.loader is not None
+train: Any = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(train)
+
+BASE = {  # the recipe of tiny-skills, cut; the curriculum goes by the step, so that all models see the same tokens
+    "architecture": {"model_type": "mamba2", "hidden_size": 64, "num_hidden_layers": 2, "num_heads": 8, "head_dim": 16}
+    | {"state_size": 16, "n_groups": 1, "chunk_size": 32, "tie_word_embeddings": True},
+    **{"alone_steps": 500, "alone_layers": 0, "steps": 1000, "learning_rate": 6e-3},
+    **{"curriculum": {"first": 2, "last": 64, "over": 1200}, "targets": 128, "queries": 32, "documents": 2, "choice": 0},
+}
+WIDTH = 32  # of queries and keys, in twins and in edits
+SHARES = (0.0, 0.001, 0.003, 0.01, 0.03, 0.1)  # of the pretraining tokens
+EQUAL = 0.03  # at which rivals are compared
+TUNE = surgery.Tune(batch_size=8, examples=(Examples(options={"pairs": (16, 64)}),))
+BENCH, DATA = surgery.Bench(pairs=(16, 64), limit=200, windows=32), surgery.Data(skills=("knowledge",))
+QUESTIONS = {"kv.64": "64 pairs", "kv_unseen.64": "64 pairs, new keys", "knowledge": "facts", "text": "loss on text"}
+TWINS = {"twin": "attention at the same two heads", "twin layer": "one whole attention layer"}
+RIVALS = {
+    "prompt twice": "the prompt read twice, untrained",
+    "initial state": "the initial state of every layer tuned",
+    "adapters": "adapters on all layers, as many numbers as the edit",
+    "same layer": "two random heads of the same layer",
+    "other layer": "two random heads of the other layer",
+    "whole layer": "one whole attention layer grafted",
+    "all weights": "all of the base's weights, on what the edit sees",
+    "more training": "the base's pretraining goes on",
+}
+
+
+def list_cells() -> list[tuple[str, float]]:
+    """(model, share of the pretraining tokens) of a seed, in the order in which they are measured."""
+    cells = [("base", 0.0), *((twin, 0.0) for twin in TWINS)]
+    cells += [("2 heads", share) for share in SHARES]
+    cells += [("prompt twice", 0.0), *((name, EQUAL) for name in RIVALS if name != "prompt twice")]
+    cells += [("1 head", EQUAL), ("4 heads", EQUAL)]
+    return [*cells, ("twin, tuned alike", EQUAL), ("twin, more training", EQUAL)]
+
+
+class Seed:
+    """One seed: its base, and what is made of it."""
+
+    def __init__(self, seed: int):
+        self.seed, self.tokenizer = seed, train.build_tokenizer()
+
+    @cache  # noqa: B019
+    def training(self, name: str) -> Any:
+        """The finished training of the base or of a twin."""
+        recipe = BASE | {"seed": self.seed}
+        if name != "base":
+            sites = self.plan(2).sites
+            recipe |= {"attention": [str(site) if name == "twin" else f"L{site.layer}" for site in sites]}
+            recipe |= {"attention_head_dim": WIDTH}
+        training = train.Training(train.BaseRecipe.model_validate(recipe), self.tokenizer, WORK / f"{self.seed}-{name}")
+        training.restore()
+        training.run()
+        training.save()
+        if name != "base" and training.at["digest"] != self.training("base").at["digest"]:
+            raise RuntimeError(f"seed {self.seed}: the {name} has not seen the tokens that the base has")
+        training.model.eval().requires_grad_(False)
+        return training
+
+    @property
+    def base(self) -> Any:
+        """The base, of which nothing shares a parameter that learns."""
+        return surgery.unsplice(self.training("base").model)
+
+    @cache  # noqa: B019
+    def ranking(self) -> Any:
+        probe = make_probe("kv", self.tokenizer, **training_options("kv", {"pairs": 32}))
+        options = surgery.Locate(roles=0, options={"pairs": 32})
+        return surgery.locate(self.base, self.tokenizer, probe.questions(128, self.seed), options)
+
+    @cache  # noqa: B019
+    def plan(self, heads: int) -> Plan:
+        """Attention at the leading heads of the one layer that leads."""
+        units = self.ranking().heads
+        layer = units[0].site.layer
+        chosen = [each.site for each in units if each.site.layer == layer][:heads]
+        return self.plan_at(chosen)
+
+    def plan_at(self, sites: Any) -> Plan:
+        starts = {f"L{each.site.layer}.H{head}": each.start for each in self.ranking().heads for head in each.site.heads}
+        options = surgery.PlanOptions(gate=1.0, width=WIDTH)
+        return make_plan(self.base, self.tokenizer, sites, starts, options, DATA, self.seed)
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.training("base").at["tokens"].values())
+
+    @cache  # noqa: B019
+    def steps(self, share: float) -> tuple[int, dict[str, int]]:
+        """Steps of tuning that see this share of the pretraining tokens, and how many tokens they see, by kind."""
+        batches, seen, step = Batches(self.tokenizer, TUNE, DATA, self.seed), {"kv": 0, "text": 0}, 0
+        while sum(seen.values()) < share * self.tokens:
+            for kind, part in zip(seen, batches.step(step), strict=True):
+                seen[kind] += int((part.ids != self.tokenizer.pad_token_id).sum())
+            step += 1
+        return step, seen
+
+    def make(self, name: str, share: float) -> tuple[Any, dict[str, Any]]:
+        """(a model, what its row says beside what is measured)."""
+        steps, seen = self.steps(share)
+        note: dict[str, Any] = {"steps": steps, "tokens": seen, "trained": 0}
+        if name == "base" or name in TWINS:
+            training = self.training(name)
+            at = {key: training.at[key] for key in ("tokens", "digest", "seconds")}
+            return training.model, {**at, "steps": training.at["all"], "trained": training.model.num_parameters()}
+        if name == "prompt twice":
+            return self.base, note
+        if name.endswith("more training"):
+            return self.train_on("twin" if name.startswith("twin") else "base", share)
+        tuning, model, teacher = TUNE, None, self.training("base").model
+        if name.endswith(("head", "heads")):
+            model = surgery.splice(self.base, self.plan(int(name[0])))
+        elif name in ("same layer", "other layer"):
+            control = "same_layer" if name == "same layer" else "random_site"
+            sites = control_plan(control, self.base, self.plan(2), self.seed).sites
+            model = surgery.splice(self.base, self.plan_at(sites))
+        elif name == "whole layer":
+            layer = Site(self.plan(2).sites[0].layer)
+            model = surgery.splice(self.base, Plan(kind="layer", sites=(layer,), width=WIDTH, seed=self.seed))
+        elif name in ("initial state", "adapters"):
+            model = trainable_control(self.base, self.plan(2), name.replace(" ", "_"))
+        else:  # everything learns, of copies
+            teacher = self.training("twin" if name.startswith("twin") else "base").model
+            model = copy.deepcopy(teacher).requires_grad_(True)
+        note["trained"] = sum(p.numel() for p in trained_parameters(model).values())
+        if name == "adapters":
+            rank, note["trained"] = self.adapters()
+            tuning = TUNE.model_copy(update={"lora": Lora(target_modules=("in_proj", "out_proj"), r=rank)})
+        elif name == "all weights":
+            tuning = TUNE.model_copy(update={"learning_rate": 1e-3})
+        if steps:
+            tuning = tuning.model_copy(update={"steps": steps, "warmup_steps": min(10, steps // 2)})
+            surgery.tune(model, self.tokenizer, tuning, seed=self.seed, name=name, teacher=teacher)
+        return model, note
+
+    def adapters(self) -> tuple[int, int]:
+        """(the rank at which adapters on all layers have as many numbers as the edit, or a few more; how many these are)."""
+        graft = surgery.splice(self.base, self.plan(2))
+        linear = [m for n, m in graft.named_modules() if n.endswith(("mixer.in_proj", "mixer.out_proj"))]
+        of_rank_1 = sum(m.in_features + m.out_features for m in linear)
+        rank = -(-sum(p.numel() for p in trained_parameters(graft).values()) // of_rank_1)
+        return rank, rank * of_rank_1
+
+    def train_on(self, name: str, share: float) -> tuple[Any, dict[str, Any]]:
+        """The pretraining of a model goes on at a tenth of its largest rate, for as many tokens as the edit sees."""
+        done = self.training(name)
+        more = train.Training(done.recipe, self.tokenizer, WORK / f"{self.seed}-{name}-more")
+        more.model.load_state_dict(done.model.state_dict())
+        more.optimizer.load_state_dict(torch.load(done.work / "state.pt", weights_only=True)["optimizer"])
+        more.rng.setstate(done.rng.getstate())
+        more.at = copy.deepcopy(done.at) | {"tokens": {}}
+        while sum(more.at["tokens"].values()) < share * self.tokens:
+            parts = train.all_kinds(done.recipe, more.rng, self.tokenizer, more.at["records"])
+            more.note_tokens(parts)
+            more.step({kind: train.loss_of(more.model, part) for kind, part in parts.items()}, 0.1, "all")
+        steps = more.at["all"] - done.at["all"]
+        return more.model.eval(), {"steps": steps, "tokens": more.at["tokens"], "trained": more.model.num_parameters()}
+
+    @cache  # noqa: B019
+    def asked(self) -> list[Measurement]:
+        return measurements(Given(self.tokenizer, BENCH, DATA, self.seed))
+
+    def measure(self, name: str, share: float) -> dict[str, Any]:
+        """The row of a cell."""
+        started = time.process_time()
+        model, note = self.make(name, share)
+        results = {}
+        for each in self.asked():
+            again = twice(each, Given(self.tokenizer, BENCH, DATA, self.seed)) if name == "prompt twice" else None
+            results[each.name] = pack((again or each).ask(adopt(model)), each.metric)
+        row = {"seed": self.seed, "model": name, "share": share, **note, "results": results}
+        row["cache_bytes"] = cache_bytes(read_context(adopt(model), 2048))
+        if name == "base":
+            row["sites"] = {str(n): [str(site) for site in self.plan(n).sites] for n in (1, 2, 4)}
+            row["provenance"] = provenance(f"gap {self.seed}", "", self.seed).model_dump(mode="json")
+        return {**row, "cpu_seconds": round(time.process_time() - started, 1)}
+
+
+def pack(values: np.ndarray, metric: str) -> dict[str, Any]:
+    """One value a question: decisions as the bits of a hexadecimal number, losses to a ten-thousandth."""
+    if metric == "accuracy":
+        return {"mean": float(values.mean()), "n": len(values), "right": np.packbits(values.astype(bool)).tobytes().hex()}
+    return {"mean": float(values.mean()), "n": len(values), "losses": [round(value, 4) for value in values.tolist()]}
+
+
+def unpack(result: dict[str, Any]) -> np.ndarray:
+    """One value a question, (n,)."""
+    if "losses" in result:
+        return np.array(result["losses"])
+    return np.unpackbits(np.frombuffer(bytes.fromhex(result["right"]), np.uint8))[: result["n"]].astype(float)
+
+
+def read_rows() -> list[dict[str, Any]]:
+    return [json.loads(line) for line in read_text(RECORD).splitlines()] if RECORD.exists() else []
+
+
+def measure_all(seeds: list[int]) -> None:
+    """Measure the cells that the record does not hold, seed by seed, and say beforehand how long it takes."""
+    rows = read_rows()
+    done = {(row["seed"], row["model"], row["share"]) for row in rows}
+    todo = [(seed, name, share) for seed in seeds for name, share in list_cells() if (seed, name, share) not in done]
+    spent: dict[tuple[str, float], list[float]] = {}
+    for row in rows:
+        spent.setdefault((row["model"], row["share"]), []).append(row["cpu_seconds"])
+    known = [float(np.mean(spent[name, share])) for _, name, share in todo if (name, share) in spent]
+    say(f"{len(todo)} cells; {len(known)} of them took {sum(known) / 60:.0f} minutes of one core in other seeds")
+    current = Seed(seeds[0])
+    for number, (seed, name, share) in enumerate(todo):
+        if seed != current.seed:
+            current = Seed(seed)
+        say(f"cell {number + 1} of {len(todo)}: seed {seed}, {name}, {share:.1%} of the tokens")
+        rows.append(current.measure(name, share))
+        write_text(RECORD, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+# What the page says
+
+YARDSTICKS = {
+    ("base", 0.0): "the base",
+    ("more training", EQUAL): f"the base, {EQUAL:.0%} more of its pretraining",
+    ("twin", 0.0): f"the twin: {TWINS['twin']}",
+    ("twin layer", 0.0): f"the layer twin: {TWINS['twin layer']}",
+    ("twin, more training", EQUAL): f"the twin, {EQUAL:.0%} more of its pretraining",
+    ("twin, tuned alike", EQUAL): "the twin, its attention tuned as the edit is",
+}
+PAGE = """# How much of the gap does an edit close?
+
+{rival} {beats}: with 64 pairs it scores {theirs:.3f}, and the edit {ours:.3f}.
+The edit is two located heads, tuned on {equal:.0%} of the pretraining tokens. The base scores {base:.3f}, and its twin with
+attention at these heads from the first step on {twin:.3f}. The share of this gap that the edit closes: {closed}.
+
+{seeds}. A base has {parameters:,} parameters and has seen {tokens:,} tokens, {pairs:,} in dictionaries of up to 64 pairs.
+Its twins have seen the same tokens in the same order: the script stops if the digests differ. The edit sees {seen:,}
+tokens more, {seen_pairs:,} in dictionaries. {limit} questions of a kind, the same for all models of a seed.
+
+Share closed: (edited - base) / (twin - base). Its 95% interval is Fieller's over seeds, and needs three seeds; with fewer, the
+seeds are listed. No share is printed where the interval of the gap itself reaches 0.
+
+![Share of the gap closed, against the tokens of the edit](gap.png)
+
+{tables}
+
+Rivals that are tuned see the rows that the edit sees, at its learning rate (all of the base's weights: at a third of it).
+More pretraining sees as many tokens of its own kinds. None has more steps than the edit, so one that loses may only be slower.
+
+Not done: other sizes, Mamba-1, a law over sizes, prose, lettered choice, two hops, joint recall, longer prompts, a window
+of equal bytes, the copy cache, transfer, and a plateau of its own for each rival.
+
+{minutes:.0f} minutes of processor time on {machine}; {packages}.
+`gap.py` measures, and writes this page; `gap.jsonl` is the record.
+"""
+
+
+def values(rows: list[dict[str, Any]], cell: tuple[str, float], asked: str) -> dict[int, np.ndarray]:
+    """seed -> one value a question."""
+    return {row["seed"]: unpack(row["results"][asked]) for row in rows if (row["model"], row["share"]) == cell}
+
+
+def shares(rows: list[dict[str, Any]], cell: tuple[str, float], asked: str, twin: str) -> tuple[Any, dict[int, Any]]:
+    """(the share of the gap to a twin that a model closes, over three or more seeds; the same seed by seed). None where no gap
+    is shown."""
+    base, model, full = (values(rows, each, asked) for each in (("base", 0.0), cell, (twin, 0.0)))
+    seeds = sorted(base.keys() & model.keys() & full.keys())
+    means = [[each[seed].mean() for seed in seeds] for each in (base, model, full)]
+    return share_closed(*map(np.array, means)), {seed: share_closed(base[seed], model[seed], full[seed]) for seed in seeds}
+
+
+def show(found: tuple[Any, dict[int, Any]]) -> str:
+    """A share in a table: over all seeds, or, of fewer than three, seed by seed."""
+    over, alone = found
+    if len(alone) < 3:
+        return "; ".join("no gap" if each is None else f"{each.mean:.2f}" for each in alone.values()) or "not measured"
+    return "no gap shown" if over is None else f"{over.mean:.2f} [{over.low:.2f}, {over.high:.2f}]"
+
+
+def mean(rows: list[dict[str, Any]], cell: tuple[str, float], asked: str) -> float:
+    return float(np.mean([each.mean() for each in values(rows, cell, asked).values()]))
+
+
+def write_page(rows: list[dict[str, Any]]) -> str:
+    """README.md, from the record. Only seeds whose cells are all measured count. Raises UserError where there is none."""
+    cells, main = list_cells(), ("2 heads", EQUAL)
+    counts = Counter(row["seed"] for row in rows)
+    seeds = sorted(seed for seed, count in counts.items() if count == len(cells))
+    if not seeds:
+        raise UserError(f"{RECORD.name} holds no seed whose {len(cells)} cells are all measured")
+    rows = [row for row in rows if row["seed"] in seeds]
+    at = {(row["model"], row["share"]): row for row in rows}
+    first = at["base", 0.0]
+    names = {main: "**two located heads**", ("1 head", EQUAL): "one located head", ("4 heads", EQUAL): "four located heads"}
+    rivals = {(name, EQUAL if (name, EQUAL) in at else 0.0): words for name, words in RIVALS.items()}
+    scores = {cell: mean(rows, cell, "kv.64") for cell in at}
+    best = max(rivals, key=lambda cell: scores[cell])
+    beats = "beats the edit" if scores[best] > scores[main] else "is the strongest rival of the edit"
+    tables = [["two located heads, tokens of tuning", *QUESTIONS.values(), "64 pairs, to the layer twin"]]
+    for share in SHARES:
+        found = [show(shares(rows, ("2 heads", share), asked, "twin")) for asked in QUESTIONS]
+        found.append(show(shares(rows, ("2 heads", share), "kv.64", "twin layer")))
+        tables.append([f"{share:.1%}" if share else "untrained", *found])
+    tables.append([])
+    tables.append(
+        [f"{EQUAL:.0%} of the tokens", "numbers trained", "cache, 2,048 tokens", "64 pairs", "share closed", "loss on text"]
+    )
+    for cell, words in (names | rivals).items():
+        row, closed = at[cell], show(shares(rows, cell, "kv.64", "twin"))
+        size = f"{row['cache_bytes'] / 1024:.0f} KiB"
+        tables.append([words, f"{row['trained']:,}", size, f"{scores[cell]:.3f}", closed, f"{mean(rows, cell, 'text'):.3f}"])
+    tables += [[], ["yardsticks", *QUESTIONS.values()]]
+    for cell, words in YARDSTICKS.items():
+        tables.append([words, *(f"{mean(rows, cell, asked):.3f}" for asked in QUESTIONS)])
+    lines = []
+    for row, before in zip(tables, [[], *tables[:-1]], strict=True):
+        lines.append(f"| {' | '.join(row)} |" if row else "")
+        if row and not before:
+            lines.append("|---" * len(row) + "|")
+    source = first["provenance"]
+    return PAGE.format(
+        rival=rivals[best][0].upper() + rivals[best][1:],
+        beats=beats,
+        theirs=scores[best],
+        ours=scores[main],
+        equal=EQUAL,
+        base=scores["base", 0.0],
+        twin=scores["twin", 0.0],
+        closed=show(shares(rows, main, "kv.64", "twin")),
+        seeds=f"{len(seeds)} seed{'s' * (len(seeds) > 1)} ({', '.join(map(str, seeds))})",
+        parameters=first["trained"],
+        tokens=sum(first["tokens"].values()),
+        pairs=first["tokens"]["kv"],
+        seen=sum(at[main]["tokens"].values()),
+        seen_pairs=at[main]["tokens"]["kv"],
+        limit=BENCH.limit,
+        tables="\n".join(lines),
+        minutes=sum(row["cpu_seconds"] for row in rows) / 60,
+        packages=", ".join(f"{name} {version}" for name, version in source["packages"].items()),
+        machine=source["machine"],
+    )
+
+
+def draw(rows: list[dict[str, Any]], path: Path) -> None:
+    """Share closed with 64 pairs against tokens, every seed a point."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7.2, 4.2), layout="constrained")
+    for twin, color, words in (("twin", "#0072b2", TWINS["twin"]), ("twin layer", "#d55e00", TWINS["twin layer"])):
+        line = []
+        for share in SHARES:
+            found = shares(rows, ("2 heads", share), "kv.64", twin)[1]
+            at, points = max(share, SHARES[1] / 3), [each.mean for each in found.values() if each is not None]
+            axes.plot([at] * len(points), points, "o", color=color, alpha=0.5, markersize=5)
+            line.append((at, np.mean(points) if points else np.nan))
+        axes.plot(*zip(*line, strict=True), color=color, label=f"twin: {words}")
+    axes.axhline(1, color="#6b7280", linestyle="--", linewidth=1)
+    axes.set(xscale="log", xlabel="tokens of tuning, as a share of the pretraining tokens", ylabel="share of the gap closed")
+    places = [max(share, SHARES[1] / 3) for share in SHARES]
+    axes.set_xlim(places[0] / 1.5, places[-1] * 1.5)
+    axes.set_xticks(places, ["untrained", *(f"{share:.1%}" for share in SHARES[1:])])
+    axes.set_title("64 pairs, two located heads; every seed is a point", fontsize=10)
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    """Measure, and write the page."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, nargs="*", default=[], help="seeds of which what is missing is measured")
+    parser.add_argument("--page", action="store_true", help="write gap.png and README.md from gap.jsonl")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    if given.seeds:
+        measure_all(given.seeds)
+    if given.page:
+        draw(read_rows(), HERE / "gap.png")
+        write_text(HERE / "README.md", write_page(read_rows()))
+
+
+if __name__ == "__main__":
+    main()

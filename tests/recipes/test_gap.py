@@ -1,0 +1,63 @@
+"""The page of the gap: what it says of a record, and what it does not."""
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from surgery.errors import UserError
+
+SPEC = importlib.util.spec_from_file_location("gap", Path(__file__).parents[2] / "recipes" / "evidence" / "gap" / "gap.py")
+assert SPEC is not None
+assert SPEC.loader is not None
+gap: Any = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(gap)
+
+
+def record(scores: dict[str, float], seeds: int = 3) -> list[dict[str, Any]]:
+    """Rows of all cells; a model that is not named scores .3 in everything."""
+    rng, rows = np.random.default_rng(0), []
+    for seed in range(seeds):
+        for name, share in gap.list_cells():
+            right = rng.random(200) < scores.get(name, 0.3)
+            results = {asked: gap.pack(right.astype(float), "accuracy") for asked in gap.QUESTIONS}
+            row = {"seed": seed, "model": name, "share": share, "results": results, "trained": 10, "cache_bytes": 2048}
+            row |= {"tokens": {"kv": 5, "text": 5}, "cpu_seconds": 1.0}
+            rows.append(row | {"provenance": {"packages": {"torch": "2"}, "machine": "a machine"}})
+    return rows
+
+
+def first_sentence(page: str) -> str:
+    return page.splitlines()[2]
+
+
+def test_answers_are_kept_whole() -> None:
+    decisions = np.random.default_rng(0).random(203) < 0.4
+    assert (gap.unpack(gap.pack(decisions.astype(float), "accuracy")) == decisions).all()
+    losses = np.array([1.25, 0.0, 3.5])
+    assert gap.unpack(gap.pack(losses, "loss")).tolist() == losses.tolist()
+
+
+def test_a_share_is_that_of_the_gap(tmp_path: Path) -> None:
+    rows = record({"2 heads": 0.6, "twin": 0.9, "twin layer": 0.3})
+    over, alone = gap.shares(rows, ("2 heads", gap.EQUAL), "kv.64", "twin")
+    assert over.low <= 0.5 <= over.high
+    assert len(alone) == 3
+    assert gap.shares(rows, ("2 heads", gap.EQUAL), "kv.64", "twin layer")[0] is None  # there is no such gap
+    gap.draw(rows, tmp_path / "gap.png")
+    assert (tmp_path / "gap.png").stat().st_size
+
+
+@pytest.mark.parametrize("winner", ["all weights", "prompt twice"])
+def test_a_rival_that_wins_is_named_first(winner: str) -> None:
+    sentence = first_sentence(gap.write_page(record({"2 heads": 0.6, "twin": 0.9, winner: 0.8})))
+    assert gap.RIVALS[winner].lower() in sentence.lower()
+
+
+def test_seeds_that_are_not_complete_do_not_count() -> None:
+    rows = record({"2 heads": 0.6, "twin": 0.9}, seeds=2)
+    assert gap.write_page(rows[:-1]) == gap.write_page(rows[: len(gap.list_cells())])
+    with pytest.raises(UserError):
+        gap.write_page(rows[:5])
