@@ -11,8 +11,10 @@ from surgery.report.markdown import escape, load_lines, markdown_table
 from surgery.report.tables import changes_table, short_table
 from surgery.runtime.files import write_text
 
+NEEDS = {"transformers": ">=5.23,<5.24", "torch": ">=2.6"}  # as pyproject.toml says; a test compares them
+NEEDED = ", ".join(package + versions for package, versions in NEEDS.items())
 USE = {
-    "hf": "It needs transformers 5.20 or newer and torch 2.6 or newer. `trust_remote_code` lets the code in this folder run; "
+    "hf": f"It needs {NEEDED}. `trust_remote_code` lets the code in this folder run; "
     "where mamba-surgery is installed, `import surgery.modeling` does without.",
     "patch": "It needs mamba-surgery and the base. Any other base is refused, with the name of the first tensor that differs.",
     "nemotron_h": "For engines that know NemotronH; no code of this folder runs.",

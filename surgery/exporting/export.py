@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.checking.check import check_laws
 from surgery.errors import UserError
-from surgery.exporting.card import write_card
+from surgery.exporting.card import NEEDED, NEEDS, write_card
 from surgery.exporting.fresh import LENGTHS
 from surgery.exporting.origin import Origin, find_origin
 from surgery.exporting.proof import Proof, prove, start_reader
@@ -32,12 +32,13 @@ FORMATS = {
     "gguf": "serving.gguf:export_gguf",
 }
 READERS = {"hf": "transformers", "patch": "surgery"}
-HEAD = """\
-# Needs transformers 5.20 or newer, and torch 2.6 or newer. Older versions copy only files that are imported here.
+HEAD = f"""\
+# Needs {NEEDED}. Older versions copy only files that are imported here.
 import transformers as _transformers
+from packaging.specifiers import SpecifierSet as _Versions
 
-if tuple(map(int, _transformers.__version__.split(".")[:2])) < (5, 20):
-    raise ImportError(f"this model's code needs transformers 5.20 or newer; this is {_transformers.__version__}")
+if not _Versions("{NEEDS["transformers"]}").contains(_transformers.__version__, prereleases=True):
+    raise ImportError("this model's code needs {NEEDED}; this is transformers " + _transformers.__version__)
 """
 
 

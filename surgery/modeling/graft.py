@@ -34,19 +34,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import Cache
 from transformers.activations import ACT2FN
+from transformers.cache_utils import (
+    DynamicLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndStaticFullAttentionLayer,
+    StaticLayer,
+)
 
 from .packing import Packing
 from .reference import at_least_float32
-
-try:
-    from transformers.cache_utils import (
-        DynamicLayer,
-        LinearAttentionAndFullAttentionLayer,
-        LinearAttentionAndStaticFullAttentionLayer,
-        StaticLayer,
-    )
-except ImportError as error:
-    raise ImportError("hybrids of mamba-surgery 1.0 need transformers 5.20 or newer") from error
 
 try:
     from surgery.kernels.attention import attend

@@ -1,6 +1,9 @@
 """Exports: the folder is the live model, or nothing is written."""
 
 import json
+import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from surgery.errors import UserError
 from surgery.exporting import export as module
+from surgery.exporting.card import NEEDS
 from surgery.exporting.export import Export, export
 from surgery.exporting.patch import join_patch
 from surgery.exporting.publish import check_folder, publish
@@ -16,6 +20,8 @@ from surgery.models.digests import fingerprint
 from surgery.models.load import load
 from tests.surgery.exporting.folders import PLAN, InProcess, hybrid_of, write_base
 from tests.surgery.modeling.bases import make_rows
+
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")
@@ -56,11 +62,19 @@ def test_what_is_loaded_is_what_was_live(exported, hybrid):
     assert torch.equal(reloaded(ids).logits, hybrid[0](ids).logits)
 
 
-def test_the_exported_code_says_which_versions_it_needs(exported):
+def test_the_exported_code_says_which_versions_it_needs(exported, monkeypatch):
     folder, _ = exported
     entry = json.loads((folder / "config.json").read_text())["auto_map"]["AutoModelForCausalLM"].partition(".")[0]
     text = (folder / f"{entry}.py").read_text()
     assert "transformers" in text.splitlines()[0]
+    pinned = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert {package + versions for package, versions in NEEDS.items()} <= set(pinned)
+    exec(module.HEAD, {})
+    for other in ("4.57.6", "5.22.0", "5.24.0", "6.0.0"):
+        monkeypatch.setattr(sys.modules["transformers"], "__version__", other)
+        with pytest.raises(ImportError):
+            exec(module.HEAD, {})
+    assert module.NEEDED in (folder / "README.md").read_text()
     others = {path.stem for path in folder.glob("*.py")} - {entry}
     assert {other for other in others if f"from .{other} import" not in text} == set()
 
