@@ -143,7 +143,8 @@ class HybridLanguageModel(GraftedModel):
         mask, embedded = kwargs.get("attention_mask"), kwargs.get("inputs_embeds")
         if kwargs.get("is_first_iteration") and kwargs.get("next_sequence_length") is None and cache:
             seen, whole = tokens_in(cache), (input_ids if embedded is None else embedded).shape[1]
-            if 0 < seen < whole and (mask is None or mask.shape[1] == whole):
+            told = kwargs.get("position_ids") if mask is None else mask  # `generate` drops a mask without pads
+            if 0 < seen < whole and (told is None or told.shape[-1] == whole):
                 kwargs["next_sequence_length"] = whole - seen
         inputs = super().prepare_inputs_for_generation(input_ids, *args, **kwargs)  # type: ignore[misc]
         if mask is not None and inputs.get("attention_mask") is None:
@@ -162,13 +163,23 @@ class HybridLanguageModel(GraftedModel):
             model_kwargs[self.cache_name] = self.with_room(cache, length if isinstance(cache, StaticCache) else None)
         return made
 
+    def _update_model_kwargs_for_generation(self: Any, outputs: Any, model_kwargs: dict[str, Any], **named: Any) -> Any:
+        """Notes on the cache how many tokens it has read: a cache of states alone does not count them."""
+        told = next(
+            (model_kwargs[name] for name in ("attention_mask", "position_ids") if model_kwargs.get(name) is not None), None
+        )
+        if told is not None and isinstance(cache := outputs.get(self.cache_name), Cache):
+            cache.tokens_read = told.shape[-1]
+        return super()._update_model_kwargs_for_generation(outputs, model_kwargs, **named)  # type: ignore[misc]
+
 
 def tokens_in(cache: Cache) -> int:
-    """How many tokens a cache has read; 0 where none of its layers counts them: those of a pure SSM without grafts."""
+    """How many tokens a cache has read. Where none of its layers counts them, those of a pure SSM without grafts: how many
+    `generate` has noted, or 0."""
     try:
         return int(cache.get_seq_length())
     except ValueError:
-        return 0
+        return getattr(cache, "tokens_read", 0) if cache.has_previous_state() else 0
 
 
 def one_cache(cache_params: Cache | None, past_key_values: Cache | None) -> Cache | None:

@@ -297,6 +297,14 @@ def test_no_false_alarm_on_fifty_configurations(seed):
     assert_no_false_alarm(seed)
 
 
+@pytest.mark.parametrize("name", ["mamba", "mamba2", "falcon_mamba"])
+def test_a_second_turn_is_right_without_grafts(name):
+    """Their caches hold states alone, which count no tokens."""
+    hybrid = adopt(random_model(shrink(read_config(name))))
+    found = all_laws()["second_turn"].run(subject_of(hybrid))
+    assert {case.verdict for case in found.cases} == {"right"}
+
+
 def test_the_model_that_is_checked_stays_as_it_was():
     model = random_model(shrink(read_config("mamba2"))).train()
     before = {name: p.clone() for name, p in model.named_parameters()}
