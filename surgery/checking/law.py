@@ -23,7 +23,9 @@ from transformers import GenerationConfig, PreTrainedModel
 Verdict = Literal["wrong", "refused", "right", "not applicable"]  # worst first
 Pair = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, float]  # what was found, what is right, and a bound of its own
 CACHES = ("past_key_values", "cache_params", "state")  # what models call the cache that they take and return
-EXACT = 1e-6  # of the largest logit, in float64: more than constants explain that were made in float32, less than a defect
+# Of the largest logit, in float64. Rounding there is below 1e-12, but a model may round a constant to float32 in one way of
+# computing and not in another: MiniMax's decays, which are off by 1e-8. No defect that was found is below 1e-6.
+EXACT = 1e-7
 TIMES, LEAST = 8.0, 3e-5  # of rounding in float32: models lie at most a quarter of this from float64
 PAD = 0
 WORDS = (
@@ -223,12 +225,12 @@ class Subject:
         fault is told by one law. Raises NotApplicable where there is none."""
         for way in reversed(self.ways().values()):
             try:
-                found = self.pieces(self.ids[:1, :9], [6, 1, 1, 1], **way)
+                found = self.pieces(self.ids[:1, :27], [20, *[1] * 7], **way)
             except NotApplicable:
                 raise
             except Exception:
                 continue
-            if (found - self.right[:, :9]).abs().max() <= self.bound(self.right):
+            if (found - self.right[:, :27]).abs().max() <= self.bound(self.right):
                 return way
         raise NotApplicable("its cache is not continued rightly token by token")
 

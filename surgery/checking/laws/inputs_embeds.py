@@ -5,7 +5,8 @@ from surgery.checking.law import Law, Subject
 
 def cases(s: Subject):
     def embedded(ids):
-        return s.model.get_input_embeddings()(ids).detach()
+        with s.precision():
+            return s.model.get_input_embeddings()(ids).detach()
 
     def forward():
         return s.logits(None, inputs_embeds=embedded(s.ids[:1])), s.right

@@ -8,14 +8,17 @@ PROMPT, NEW, QUESTION = 20, 3, 7
 
 
 def cases(s: Subject):
-    def run():
+    def run(with_earlier_turns: bool):
         first = s.generate(s.ids[:1, :PROMPT], NEW)
         cache = next((first[name] for name in CACHES if first.get(name) is not None), None)
         talk = torch.cat([first.sequences, s.ids[1:2, :QUESTION]], 1)
-        second = s.generate(talk, NEW, **{s.cache_name: cache})
-        return torch.stack(second.logits, 1), s.logits(second.sequences)[:, talk.shape[1] - 1 : -1]
+        seen = 0 if with_earlier_turns else first.sequences.shape[1] - 1  # the last token was not read any more
+        mask = torch.ones_like(talk)
+        second = s.generate(talk[:, seen:], NEW, attention_mask=mask, **{s.cache_name: cache})
+        made = torch.cat([talk[:, :seen], second.sequences], 1)
+        return torch.stack(second.logits, 1), s.logits(made)[:, talk.shape[1] - 1 : -1]
 
-    return {"the conversation and the cache": run}
+    return {"the conversation and the cache": lambda: run(True), "the new tokens, a mask and the cache": lambda: run(False)}
 
 
 LAW = Law(
