@@ -11,7 +11,6 @@ from surgery.runtime.progress import duration, size
 
 HELD_OUT = 10  # of a text, the last part of so many is measured on
 LARGEST = 64  # pairs of a dictionary in training examples and in bench
-LEAST_TEXT = 20_000  # characters: fewer are no text to hold a model to
 TOKENS_PER_PAIR = 4  # of a dictionary
 BACKWARD = 3  # a step of training takes so many forward passes
 
@@ -48,16 +47,6 @@ def choose_recipe(seen: Look, model: str, text: Path | None, settings: list[str]
     elif seen.facts != TOY and "data.train_text" not in given:
         raise UserError(f"{seen.model} does not know the built-in toy data; give text of the kind that it knows, --text FILE")
     return make_recipe(apply_settings(tree, settings), "--set")
-
-
-def check_text(text: Path) -> None:
-    """Raise UserError for a text that cannot be read or is too short to be divided; before anything else is done."""
-    if text.suffix not in ("", ".txt", ".md"):
-        raise UserError(
-            f"--text takes plain text (.txt, .md), not {text}; for tables set data.train_text and data.held_out_text"
-        )
-    if (length := len(read_text(text))) < LEAST_TEXT:
-        raise UserError(f"{text} has {length:,} characters; at least {LEAST_TEXT:,} are needed, a hundred pages are better")
 
 
 def divide_text(text: Path) -> tuple[Path, Path]:

@@ -119,6 +119,8 @@ def main() -> None:
 
 
 def _unexpected(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"cannot use {error.filename}: {error.strerror}"
     first = (str(error).strip().splitlines() or ["no message"])[0]
     return f"{type(error).__name__}: {first} (SURGERY_TRACEBACK=1 shows where; please report it)"
 

@@ -9,7 +9,7 @@ from surgery.cli.options import HybridArgument, OutFolder, Overwrite, Trust, che
 from surgery.errors import UserError
 from surgery.records.plan import Plan
 from surgery.records.report import Report
-from surgery.runtime.files import refuse_inputs
+from surgery.runtime.files import check_output
 from surgery.runtime.listing import list_table
 from surgery.runtime.progress import show
 
@@ -34,7 +34,7 @@ def export(
         raise UserError(f"there is no format '{format}'; there are {', '.join(known)}")
     if base is not None:
         check_model(base)
-    refuse_inputs(out, [each for each in (hybrid, base, report) if each is not None])
+    check_output(out, [each for each in (hybrid, base, report) if each is not None], overwrite=overwrite)
     measured = None if report is None else read_record(check_file(report) or report, Report)
     from surgery.exporting.export import PLAN
     from surgery.exporting.export import export as export_hybrid

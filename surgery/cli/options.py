@@ -28,6 +28,8 @@ def check_model(name: str) -> str:
         _list(path)
         read_config(name)
         return name
+    if path.exists():
+        raise UserError(f"{name} is no folder; give the model's folder")
     if not HUB_ID.fullmatch(name):
         raise UserError(f"there is no folder {name}{_close(path)}; an id on the Hub has the form OWNER/NAME")
     if path.parent.is_dir():

@@ -19,7 +19,10 @@ from surgery.cli.options import (
 )
 from surgery.errors import UserError
 from surgery.records.recipe import apply_settings, make_recipe, read_recipe, recipe_text
+from surgery.runtime.files import check_output, read_text
 from surgery.runtime.progress import say, show
+
+LEAST_TEXT = 20_000  # characters: fewer are no text to hold a model to
 
 
 def run(
@@ -50,7 +53,7 @@ def run(
         raise UserError(f"--verify takes quick or full, not '{verify}'")
     place = Path(target)
     is_recipe = place.suffix in (".yaml", ".yml")
-    out = out or Path("runs") / (place.stem if is_recipe else place.name)
+    out = out or Path("runs") / (place.stem if is_recipe else place.resolve().name)  # also of "."
     if is_recipe:
         if text is not None:
             raise UserError("--text is for a model; a recipe names its texts itself, in data.train_text and data.held_out_text")
@@ -60,16 +63,18 @@ def run(
     else:
         refuse_hybrid(check_model(target))
         recipe = make_recipe(apply_settings({"model": target}, settings), "--set")  # a wrong setting is refused before any work
+        if text is not None:
+            check_text(text)
     check_data(recipe.data)
+    if not dry_run:
+        check_output(out, [*recipe.input_files(), *([text] if text else [])], resume=resume, overwrite=overwrite)
     from surgery import automatic
     from surgery.look import look
     from surgery.pipeline import run as run_recipe
 
-    if text is not None:
-        automatic.check_text(text)
     if not is_recipe or dry_run:
         model, tokenizer = open_model(recipe.model, recipe, trust_remote_code)
-        seen = look(model, tokenizer, text=text, name=place.name, seed=recipe.seed)
+        seen = look(model, tokenizer, text=text, name=place.resolve().name, seed=recipe.seed)
         del model
         if not is_recipe:
             show(seen)
@@ -88,3 +93,13 @@ def run(
     show(f'Use it: AutoModelForCausalLM.from_pretrained("{out / "hybrid"}", trust_remote_code=True)')
     if report.verdict.answer == "mixed":
         raise typer.Exit(1)
+
+
+def check_text(text: Path) -> None:
+    """Raise UserError for a text that cannot be read or is too short to be divided; before anything else is done."""
+    if text.suffix not in ("", ".txt", ".md"):
+        raise UserError(
+            f"--text takes plain text (.txt, .md), not {text}; for tables set data.train_text and data.held_out_text"
+        )
+    if (length := len(read_text(text))) < LEAST_TEXT:
+        raise UserError(f"{text} has {length:,} characters; at least {LEAST_TEXT:,} are needed, a hundred pages are better")

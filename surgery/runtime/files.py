@@ -266,6 +266,31 @@ class OutputFolder:
                 self._files.pop(name)
 
 
+def check_output(
+    folder: str | Path, inputs: Iterable[str | Path] = (), *, resume: bool = False, overwrite: bool = False
+) -> bool:
+    """Raise UserError where open_output would, before any work, and write nothing. Whether an earlier run's files are there."""
+    path = Path(folder)
+    refuse_inputs(path, inputs)
+    if path.exists() and not path.is_dir():
+        raise UserError(f"--out {path} is a file; name a folder")
+    if not is_main():
+        return False
+    present = path.is_dir() and {each.name for each in path.iterdir()} - {LOCK, STAGING}
+    if present and MANIFEST not in present:
+        raise UserError(
+            f"--out {path} holds files that are not ours ({min(present)}); choose another --out, or an empty folder"
+        )
+    if present and present != {MANIFEST} and not (resume or overwrite):
+        raise UserError(f"--out {path} holds an earlier run: --resume goes on with it, --overwrite begins anew")
+    place = next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())
+    if not (place.is_dir() and os.access(place, os.W_OK)):
+        raise UserError(f"cannot write to {path}: {place} is {'not writable' if place.is_dir() else 'a file'}")
+    if (path / LOCK).exists():
+        os.close(_take_lock(path))
+    return bool(present)
+
+
 def open_output(
     folder: str | Path, inputs: Iterable[str | Path] = (), *, resume: bool = False, overwrite: bool = False
 ) -> OutputFolder:
@@ -276,18 +301,9 @@ def open_output(
     ours, is being written to by another run, or cannot be written to.
     """
     path = Path(folder)
-    refuse_inputs(path, inputs)
-    if path.exists() and not path.is_dir():
-        raise UserError(f"--out {path} is a file; name a folder")
+    present = check_output(path, inputs, resume=resume, overwrite=overwrite)
     if not is_main():
         return OutputFolder(path, None)
-    present = path.is_dir() and {each.name for each in path.iterdir()} - {LOCK, STAGING}
-    if present and MANIFEST not in present:
-        raise UserError(
-            f"--out {path} holds files that are not ours ({min(present)}); choose another --out, or an empty folder"
-        )
-    if present and present != {MANIFEST} and not (resume or overwrite):
-        raise UserError(f"--out {path} holds an earlier run: --resume goes on with it, --overwrite begins anew")
     _check_writable(path)
     output = OutputFolder(path, _take_lock(path))
     try:

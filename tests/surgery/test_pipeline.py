@@ -113,11 +113,3 @@ def test_a_recipe_is_chosen_that_settings_change(seen, tmp_path, monkeypatch):
     parts = [Path(name).read_text() for name in (*with_text.data.train_text, with_text.data.held_out_text)]
     assert "".join(parts) == text.read_text()
     assert automatic.estimate(with_text, seen).memory > seen.parameters * 4
-
-
-@pytest.mark.parametrize("content", ["short", b"\xff" * 30_000])
-def test_a_text_that_cannot_serve_is_refused_before_anything_else(tmp_path, content):
-    path = tmp_path / "text.txt"
-    path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(UserError):
-        automatic.check_text(path)

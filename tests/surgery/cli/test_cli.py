@@ -76,6 +76,9 @@ def places(tmp_path):
     (tmp_path / "list.json").write_text("[]")
     (tmp_path / "r.yaml").write_text("model: checkpoints/no-such\n")
     (tmp_path / "bomb.yaml").write_text("a: &a [1]\nb: [*a]\n")
+    (tmp_path / "short.txt").write_text("short")
+    (tmp_path / "bytes.txt").write_bytes(b"\xff" * 30_000)
+    os.mkfifo(tmp_path / "pipe")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("mine")
     return tmp_path
@@ -99,6 +102,14 @@ def places(tmp_path):
         ("run recipes/demo.yaml --text README.md", "--text"),
         ("run recipes/demo.yaml --verify never", "--verify"),
         ("run {}/run/hybrid", "hybrid"),
+        ("run {}/pipe", "no folder"),
+        (f"run {BASE} --text {{}}/short.txt", "characters"),
+        (f"run {BASE} --text {{}}/bytes.txt", "UTF-8"),
+        (f"run {BASE} --text {{}}/mine", "mine"),
+        (f"run {BASE} --out {{}}/mine", "notes.txt"),
+        (f"run {BASE} --out {BASE} --overwrite", "reads"),
+        (f"run {BASE} --out {{}}/list.json/x", "list.json"),
+        (f"look {BASE} --text {{}}/pipe", "pipe"),
         (f"run {BASE} --set plan.head=2", "plan.heads"),
         (f"locate {BASE} --set locate.probe=needel", "needle"),
         (f"locate {BASE} --out {{}}", "folder"),
