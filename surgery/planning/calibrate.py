@@ -25,7 +25,7 @@ def calibrate(model: Any, plan: Plan, rows: Tensor, share: float, batch_size: in
 
     Channels that share a query-key pair share b, and the mean is over them. It costs a forward of the base, as a rule.
     """
-    heads = {f"L{site.layer}.H{head}": plan.start(site.layer, head) for site in plan.sites for head in site.heads}
+    heads = {name: plan.starts.get(name, Start()) for site in plan.sites for name in site.head_names}
     guess = dict.fromkeys(heads, BEGIN)
     for _ in range(PASSES):
         starts = {name: start.model_copy(update={"null": guess[name]}) for name, start in heads.items()}

@@ -44,7 +44,7 @@ def choose(
         raise UserError("the model has no SSM head that could become attention")
     if options.kind == "layer":
         return choose_layers(units, options, seed)
-    starts = {f"L{each.site.layer}.H{head}": each.start for each in units for head in each.site.heads}
+    starts = {name: each.start for each in units for name in each.site.head_names}
     if options.sites is not None:
         known = {f"L{each.site.layer}" for each in units}
         if strays := [str(site) for site in options.sites if f"L{site.layer}" not in known]:
@@ -72,7 +72,7 @@ def make_plan(
 ) -> Plan:
     """A plan of head grafts at these sites, with null keys unless options.share is None."""
     merged = merge_sites(sites)
-    heads = {f"L{site.layer}.H{head}" for site in merged for head in site.heads}
+    heads = {name for site in merged for name in site.head_names}
     plan = Plan(
         sites=merged,
         starts={name: start for name, start in starts.items() if name in heads},

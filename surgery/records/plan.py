@@ -57,11 +57,11 @@ class Plan(Record):
                 raise ValueError(
                     f"sites: {site} {'names' if site.heads else 'needs'} heads, and the plan's kind is {self.kind}"
                 )
-        heads = {str(Site(site.layer, (head,))) for site in self.sites for head in site.heads}
+        heads = {name for site in self.sites for name in site.head_names}
         if strays := sorted(set(self.starts) - heads):
             raise ValueError(f"starts: {strays[0]} is not among the sites")
         return self
 
     def start(self, layer: int, head: int) -> Start:
         """The start of one head."""
-        return self.starts.get(f"L{layer}.H{head}", Start())
+        return self.starts.get(str(Site(layer, (head,))), Start())

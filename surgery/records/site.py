@@ -32,6 +32,11 @@ class Site:
         return f"L{self.layer}" + (f".H{','.join(map(str, self.heads))}" if self.heads else "")
 
     @property
+    def head_names(self) -> list[str]:
+        """The name of each of its heads alone: `L1.H3,5` is `L1.H3` and `L1.H5`."""
+        return [str(Site(self.layer, (head,))) for head in self.heads]
+
+    @property
     def name(self) -> str:
         """As str, but many heads are shortened to `L0.H5,24,+14`, for people."""
         if len(self.heads) <= 4:
