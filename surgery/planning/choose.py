@@ -69,8 +69,10 @@ def make_plan(
     options: PlanOptions,
     data: Data,
     seed: int,
+    rows: Tensor | None = None,
 ) -> Plan:
-    """A plan of head grafts at these sites, with null keys unless options.share is None."""
+    """A plan of head grafts at these sites, with null keys unless options.share is None. rows: what read_plain_text gave
+    before, for one who makes several plans."""
     merged = merge_sites(sites)
     heads = {name for site in merged for name in site.head_names}
     plan = Plan(
@@ -83,7 +85,8 @@ def make_plan(
     )
     if options.share is None:
         return plan
-    return calibrate(model, plan, read_plain_text(tokenizer, data, ROWS, seed), options.share)
+    rows = read_plain_text(tokenizer, data, ROWS, seed) if rows is None else rows
+    return calibrate(model, plan, rows, options.share)
 
 
 def read_plain_text(tokenizer: PreTrainedTokenizerBase, data: Data, rows: int, seed: int) -> Tensor:
@@ -105,13 +108,14 @@ def grow_plan(
     """Add the leading units one by one, untrained, while the next one saves options.least_gain nats a question. One unit that
     does not is passed over: the one behind it may still help."""
     encoded = encode(tokenizer, questions)
+    rows = None if options.share is None else read_plain_text(tokenizer, data, ROWS, seed)
     best, passed = float(answer(model, tokenizer, encoded, what="base").loss.mean()), 0
     plan: Plan | None = None
     for unit in units[: options.max_heads + 1]:
         sites = [*(plan.sites if plan else ()), unit.site]
         if plan is not None and sum(len(site.heads) for site in plan.sites) >= options.max_heads * len(unit.site.heads):
             break
-        tried = make_plan(model, tokenizer, sites, starts, options, data, seed)
+        tried = make_plan(model, tokenizer, sites, starts, options, data, seed, rows)
         loss = float(answer(splice(model, tried).eval(), tokenizer, encoded, what=str(unit.site)).loss.mean())
         if plan is not None and best - loss < options.least_gain:
             passed += 1
