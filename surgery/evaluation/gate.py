@@ -1,7 +1,5 @@
 """How a hybrid's grafts behave on held-out text: where they act, and how far the text's predictions move from the base's."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -10,7 +8,7 @@ from torch import Tensor
 
 from surgery.evaluation.statistics import estimate
 from surgery.evaluation.texts import by_document, rows_at_once
-from surgery.modeling.graft import Graft
+from surgery.modeling.graft import Graft, watched
 from surgery.records.ranking import Estimate
 from surgery.records.report import OnText
 
@@ -24,11 +22,13 @@ def measure_on_text(base: Any, model: Any, rows: Tensor, owner: np.ndarray, batc
     grafts = [module for module in model.modules() if isinstance(module, Graft)]
     kl, acts = np.zeros(tuple(rows.shape)), np.zeros(tuple(rows.shape))
     same, before = np.ones(len(rows), dtype=bool), 0.0
+    shares: list[Tensor] = []  # of each graft, (b, t, heads), of the last forward
     batch = rows_at_once(model, rows.shape[1], batch)
     for start in range(0, len(rows), batch):
         ids, part = rows[start : start + batch].to(model.device), slice(start, start + batch)
         expected = base(input_ids=ids, use_cache=False).logits
-        with watch_grafts(grafts) as shares:
+        shares.clear()
+        with watched(grafts, lambda _, m: shares.append(m)):
             logits = model(input_ids=ids, use_cache=False).logits.to(expected.device)
         log_p, log_q = expected.float().log_softmax(-1), logits.float().log_softmax(-1)
         kl[part] = (log_p.exp() * (log_p - log_q)).sum(-1).clamp_min(0).double().cpu().numpy()
@@ -47,20 +47,6 @@ def measure_on_text(base: Any, model: Any, rows: Tensor, owner: np.ndarray, batc
         acts=_within(estimate(by_document(acts, owner), decisions=False), 1.0) if grafts else None,
         change_before=before if grafts else None,
     )
-
-
-@contextmanager
-def watch_grafts(grafts: list[Graft]) -> Iterator[list[Tensor]]:
-    """Yields a list to which every forward adds, for each graft, its open share m (b, t, heads) as it acts: closed ones are
-    0."""
-    shares: list[Tensor] = []
-    for graft in grafts:
-        graft.watch = lambda _, m: shares.append(m)
-    try:
-        yield shares
-    finally:
-        for graft in grafts:
-            graft.watch = None
 
 
 def _within(found: Estimate, most: float) -> Estimate:

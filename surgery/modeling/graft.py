@@ -24,7 +24,8 @@ heads: sorted; signs: sigma, one a query-key pair; width: of queries and keys; t
 scores.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -272,6 +273,19 @@ class ChannelGraft(Graft):
         """v (b, pairs, t, each) -> (b, t, grafted channels), the inverse of by_pair."""
         rows = [v[:, i, :, : len(places)] for i, places in enumerate(self.pairs)]
         return take(torch.cat(rows, dim=-1), self.by_place, 2)
+
+
+@contextmanager
+def watched(grafts: Iterable[Graft], watch: Callable[[Graft, Tensor], None]) -> Iterator[None]:
+    """While this lasts, `watch` sees the open shares of every forward of these grafts (Graft.watch)."""
+    grafts = list(grafts)
+    for graft in grafts:
+        graft.watch = watch
+    try:
+        yield
+    finally:
+        for graft in grafts:
+            graft.watch = None
 
 
 class GraftMixer:

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surgery.modeling.graft import NATS, ChannelGraft, Graft
+from surgery.modeling.graft import NATS, ChannelGraft, Graft, watched
 from surgery.records.plan import Plan, Start
+from surgery.records.site import Site
 from surgery.runtime.progress import bar
 from surgery.splicing.splice import splice
 
@@ -36,34 +37,38 @@ def calibrate(model: Any, plan: Plan, rows: Tensor, share: float, batch_size: in
         guess = found
         if not unsure:
             break
-    return plan.model_copy(update={"starts": {name: with_null(start, guess[name]) for name, start in heads.items()}})
+    starts = {name: start.model_copy(update={"null": round(guess[name], 3)}) for name, start in heads.items()}
+    return plan.model_copy(update={"starts": starts})
 
 
 @torch.no_grad()
 def read_scores(hybrid: Any, rows: Tensor, batch_size: int) -> dict[str, Tensor]:
     """Head -> the log-sum-exp of its scores at every token of text, in nats; for channels of a pair those of all of them."""
-    parts: dict[tuple[int, int], list[Tensor]] = defaultdict(list)
-    grafts: dict[str, tuple[int, int]] = {}
+    parts: dict[tuple[Graft, int], list[Tensor]] = defaultdict(list)
+    heads: dict[str, tuple[Graft, int]] = {}
     for entry in hybrid.config.grafts:
         graft = hybrid.mixer_at(entry["layer"]).graft
-        pairs = graft.pairs if isinstance(graft, ChannelGraft) else [[place] for place in range(len(graft.heads))]
-        for pair, places in enumerate(pairs):
-            grafts |= {f"L{entry['layer']}.H{graft.heads[place]}": (entry["layer"], pair) for place in places}
+        for pair, places in enumerate(served(graft)):
+            names = Site(entry["layer"], tuple(graft.heads[place] for place in places)).head_names
+            heads |= dict.fromkeys(names, (graft, pair))
 
-        def watch(graft: Graft, m: Tensor, layer: int = entry["layer"], pairs: list[list[int]] = pairs) -> None:
-            assert graft.null is not None
-            for pair, places in enumerate(pairs):
-                share = m[:, FIRST:, places].double()
-                lse = (share / (1 - share).clamp_min(1e-12)).log() + NATS * graft.null[pair].double()
-                parts[layer, pair].append(lse.flatten().cpu())
+    def watch(graft: Graft, m: Tensor) -> None:
+        assert graft.null is not None
+        for pair, places in enumerate(served(graft)):
+            share = m[:, FIRST:, places].double()
+            lse = (share / (1 - share).clamp_min(1e-12)).log() + NATS * graft.null[pair].double()
+            parts[graft, pair].append(lse.flatten().cpu())
 
-        graft.watch = watch
     device = next(hybrid.parameters()).device
-    for some in bar(list(rows.split(batch_size)), "null keys"):
-        hybrid(input_ids=some.to(device), use_cache=False, logits_to_keep=1)
-    for entry in hybrid.config.grafts:
-        hybrid.mixer_at(entry["layer"]).graft.watch = None
-    return {name: torch.cat(parts[place]) for name, place in grafts.items()}
+    with watched([graft for graft, _ in heads.values()], watch):
+        for some in bar(list(rows.split(batch_size)), "null keys"):
+            hybrid(input_ids=some.to(device), use_cache=False, logits_to_keep=1)
+    return {name: torch.cat(parts[place]) for name, place in heads.items()}
+
+
+def served(graft: Graft) -> list[list[int]]:
+    """For every query-key pair of a graft, the places in `heads` that it serves."""
+    return graft.pairs if isinstance(graft, ChannelGraft) else [[place] for place in range(len(graft.heads))]
 
 
 def solve_null(lse: Tensor, share: float) -> float:
@@ -76,8 +81,3 @@ def solve_null(lse: Tensor, share: float) -> float:
         middle = (low + high) / 2
         low, high = (middle, high) if float(torch.sigmoid(lse - middle).mean()) > share else (low, middle)
     return (low + high) / 2
-
-
-def with_null(start: Start, null: float) -> Start:
-    """A start whose null key has this logit, to a thousandth of a nat."""
-    return start.model_copy(update={"null": round(null, 3)})
