@@ -59,5 +59,6 @@ def test_a_rival_that_wins_is_named_first(winner: str) -> None:
 def test_seeds_that_are_not_complete_do_not_count() -> None:
     rows = record({"2 heads": 0.6, "twin": 0.9}, seeds=2)
     assert gap.write_page(rows[:-1]) == gap.write_page(rows[: len(gap.list_cells())])
+    assert first_sentence(gap.write_page(rows[:9]))  # of the only seed, which is not complete
     with pytest.raises(UserError):
         gap.write_page(rows[:5])

@@ -63,22 +63,21 @@ QUESTIONS = {"kv.64": "64 pairs", "kv_unseen.64": "64 pairs, new keys", "knowled
 TWINS = {"twin": "attention at the same two heads", "twin layer": "one whole attention layer"}
 RIVALS = {
     "prompt twice": "the prompt read twice, untrained",
-    "initial state": "the initial state of every layer tuned",
-    "adapters": "adapters on all layers, as many numbers as the edit",
+    "more training": "the base's pretraining goes on",
+    "all weights": "all of the base's weights, on what the edit sees",
     "same layer": "two random heads of the same layer",
+    "adapters": "adapters on all layers, as many numbers as the edit",
+    "initial state": "the initial state of every layer tuned",
     "other layer": "two random heads of the other layer",
     "whole layer": "one whole attention layer grafted",
-    "all weights": "all of the base's weights, on what the edit sees",
-    "more training": "the base's pretraining goes on",
 }
 
 
 def list_cells() -> list[tuple[str, float]]:
     """(model, share of the pretraining tokens) of a seed, in the order in which they are measured."""
-    cells = [("base", 0.0), *((twin, 0.0) for twin in TWINS)]
-    cells += [("2 heads", share) for share in SHARES]
-    cells += [("prompt twice", 0.0), *((name, EQUAL) for name in RIVALS if name != "prompt twice")]
-    cells += [("1 head", EQUAL), ("4 heads", EQUAL)]
+    cells = [("base", 0.0), ("twin", 0.0), *(("2 heads", share) for share in SHARES if share <= EQUAL), ("prompt twice", 0.0)]
+    cells += [(name, EQUAL) for name in RIVALS if name != "prompt twice"]
+    cells += [("twin layer", 0.0), ("1 head", EQUAL), ("4 heads", EQUAL), ("2 heads", SHARES[-1])]
     return [*cells, ("twin, tuned alike", EQUAL), ("twin, more training", EQUAL)]
 
 
@@ -273,16 +272,17 @@ YARDSTICKS = {
 }
 PAGE = """# How much of the gap does an edit close?
 
-{rival} {beats}: with 64 pairs it scores {theirs:.3f}, and the edit {ours:.3f}.
-The edit is two located heads, tuned on {equal:.0%} of the pretraining tokens. The base scores {base:.3f}, and its twin with
-attention at these heads from the first step on {twin:.3f}. The share of this gap that the edit closes: {closed}.
+{rival} {beats}: with 64 pairs it scores {theirs}, and the edit {ours}.
+The edit is two located heads, tuned on {equal:.0%} of the pretraining tokens. The base scores {base}, and its twin with
+attention at these heads from the first step on {twin}. The share of this gap that the edit closes: {closed}.
 
-{seeds}. A base has {parameters:,} parameters and has seen {tokens:,} tokens, {pairs:,} in dictionaries of up to 64 pairs.
+{seeds}; {cells} models are measured. A base has {parameters:,} parameters and has seen {tokens:,} tokens,
+{pairs:,} of them in dictionaries of up to 64 pairs.
 Its twins have seen the same tokens in the same order: the script stops if the digests differ. The edit sees {seen:,}
 tokens more, {seen_pairs:,} in dictionaries. {limit} questions of a kind, the same for all models of a seed.
 
-Share closed: (edited - base) / (twin - base). Its 95% interval is Fieller's over seeds, and needs three seeds; with fewer, the
-seeds are listed. No share is printed where the interval of the gap itself reaches 0.
+Share closed: (edited - base) / (twin - base). Its 95% interval is Fieller's over seeds; of fewer than three seeds, each has
+its own, over questions. No share is printed where the interval of the gap itself reaches 0.
 
 ![Share of the gap closed, against the tokens of the edit](gap.png)
 
@@ -316,62 +316,62 @@ def shares(rows: list[dict[str, Any]], cell: tuple[str, float], asked: str, twin
 def show(found: tuple[Any, dict[int, Any]]) -> str:
     """A share in a table: over all seeds, or, of fewer than three, seed by seed."""
     over, alone = found
-    if len(alone) < 3:
-        return "; ".join("no gap" if each is None else f"{each.mean:.2f}" for each in alone.values()) or "not measured"
-    return "no gap shown" if over is None else f"{over.mean:.2f} [{over.low:.2f}, {over.high:.2f}]"
+    each = [over] if len(alone) > 2 else list(alone.values())
+    words = ["no gap shown" if one is None else f"{one.mean:.2f} [{one.low:.2f}, {one.high:.2f}]" for one in each]
+    return "; ".join(words) or "not measured"
 
 
-def mean(rows: list[dict[str, Any]], cell: tuple[str, float], asked: str) -> float:
-    return float(np.mean([each.mean() for each in values(rows, cell, asked).values()]))
+def mean(rows: list[dict[str, Any]], cell: tuple[str, float], asked: str) -> str:
+    found = [each.mean() for each in values(rows, cell, asked).values()]
+    return f"{np.mean(found):.3f}" if found else "not measured"
 
 
 def write_page(rows: list[dict[str, Any]]) -> str:
-    """README.md, from the record. Only seeds whose cells are all measured count. Raises UserError where there is none."""
+    """README.md, from the record: of the seeds whose cells are all measured; if there is none, of the one that has most. Raises
+    UserError where that has no edit, no twin or no rival."""
     cells, main = list_cells(), ("2 heads", EQUAL)
     counts = Counter(row["seed"] for row in rows)
-    seeds = sorted(seed for seed, count in counts.items() if count == len(cells))
-    if not seeds:
-        raise UserError(f"{RECORD.name} holds no seed whose {len(cells)} cells are all measured")
+    seeds = [seed for seed in sorted(counts) if counts[seed] == len(cells)] or [seed for seed, _ in counts.most_common(1)]
     rows = [row for row in rows if row["seed"] in seeds]
     at = {(row["model"], row["share"]): row for row in rows}
-    first = at["base", 0.0]
     names = {main: "**two located heads**", ("1 head", EQUAL): "one located head", ("4 heads", EQUAL): "four located heads"}
-    rivals = {(name, EQUAL if (name, EQUAL) in at else 0.0): words for name, words in RIVALS.items()}
-    scores = {cell: mean(rows, cell, "kv.64") for cell in at}
-    best = max(rivals, key=lambda cell: scores[cell])
-    beats = "beats the edit" if scores[best] > scores[main] else "is the strongest rival of the edit"
+    rivals = {(name, 0.0 if name == "prompt twice" else EQUAL): words for name, words in RIVALS.items()}
+    if not {main, ("twin", 0.0)} <= at.keys() or not rivals.keys() & at.keys():
+        raise UserError(f"{RECORD.name} holds no seed that has an edit, a twin and a rival")
+    best = max((cell for cell in rivals if cell in at), key=lambda cell: mean(rows, cell, "kv.64"))
+    beats = "beats the edit" if mean(rows, best, "kv.64") > mean(rows, main, "kv.64") else "is the strongest rival of the edit"
     tables = [["two located heads, tokens of tuning", *QUESTIONS.values(), "64 pairs, to the layer twin"]]
     for share in SHARES:
         found = [show(shares(rows, ("2 heads", share), asked, "twin")) for asked in QUESTIONS]
         found.append(show(shares(rows, ("2 heads", share), "kv.64", "twin layer")))
         tables.append([f"{share:.1%}" if share else "untrained", *found])
-    tables.append([])
-    tables.append(
-        [f"{EQUAL:.0%} of the tokens", "numbers trained", "cache, 2,048 tokens", "64 pairs", "share closed", "loss on text"]
-    )
+    head = ["numbers trained", "cache, 2,048 tokens", "64 pairs", "share closed", "loss on text"]
+    tables += [[], [f"{EQUAL:.0%} of the tokens", *head]]
     for cell, words in (names | rivals).items():
-        row, closed = at[cell], show(shares(rows, cell, "kv.64", "twin"))
-        size = f"{row['cache_bytes'] / 1024:.0f} KiB"
-        tables.append([words, f"{row['trained']:,}", size, f"{scores[cell]:.3f}", closed, f"{mean(rows, cell, 'text'):.3f}"])
+        if cell in at:
+            cost = [f"{at[cell]['trained']:,}", f"{at[cell]['cache_bytes'] / 1024:.0f} KiB"]
+            closed = show(shares(rows, cell, "kv.64", "twin"))
+            tables.append([words, *cost, mean(rows, cell, "kv.64"), closed, mean(rows, cell, "text")])
     tables += [[], ["yardsticks", *QUESTIONS.values()]]
     for cell, words in YARDSTICKS.items():
-        tables.append([words, *(f"{mean(rows, cell, asked):.3f}" for asked in QUESTIONS)])
+        tables.append([words, *(mean(rows, cell, asked) for asked in QUESTIONS)])
     lines = []
-    for row, before in zip(tables, [[], *tables[:-1]], strict=True):
-        lines.append(f"| {' | '.join(row)} |" if row else "")
-        if row and not before:
-            lines.append("|---" * len(row) + "|")
-    source = first["provenance"]
+    for line, before in zip(tables, [[], *tables[:-1]], strict=True):
+        lines.append(f"| {' | '.join(line)} |" if line else "")
+        if line and not before:
+            lines.append("|---" * len(line) + "|")
+    first = at["base", 0.0]
     return PAGE.format(
         rival=rivals[best][0].upper() + rivals[best][1:],
         beats=beats,
-        theirs=scores[best],
-        ours=scores[main],
+        theirs=mean(rows, best, "kv.64"),
+        ours=mean(rows, main, "kv.64"),
         equal=EQUAL,
-        base=scores["base", 0.0],
-        twin=scores["twin", 0.0],
+        base=mean(rows, ("base", 0.0), "kv.64"),
+        twin=mean(rows, ("twin", 0.0), "kv.64"),
         closed=show(shares(rows, main, "kv.64", "twin")),
         seeds=f"{len(seeds)} seed{'s' * (len(seeds) > 1)} ({', '.join(map(str, seeds))})",
+        cells=f"{len(rows)} of {len(cells) * len(seeds)}",
         parameters=first["trained"],
         tokens=sum(first["tokens"].values()),
         pairs=first["tokens"]["kv"],
@@ -380,8 +380,8 @@ def write_page(rows: list[dict[str, Any]]) -> str:
         limit=BENCH.limit,
         tables="\n".join(lines),
         minutes=sum(row["cpu_seconds"] for row in rows) / 60,
-        packages=", ".join(f"{name} {version}" for name, version in source["packages"].items()),
-        machine=source["machine"],
+        packages=", ".join(f"{name} {version}" for name, version in first["provenance"]["packages"].items()),
+        machine=first["provenance"]["machine"],
     )
 
 
