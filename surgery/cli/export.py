@@ -5,7 +5,17 @@ from typing import Annotated
 
 import typer
 
-from surgery.cli.options import HybridArgument, OutFolder, Overwrite, Trust, check_file, check_model, open_model, read_record
+from surgery.cli.options import (
+    ModelArgument,
+    OutFolder,
+    Overwrite,
+    Trust,
+    check_file,
+    check_model,
+    open_model,
+    read_record,
+    refuse_base,
+)
 from surgery.errors import UserError
 from surgery.records.plan import Plan
 from surgery.records.report import Report
@@ -15,7 +25,7 @@ from surgery.runtime.progress import show
 
 
 def export(
-    hybrid: HybridArgument,
+    hybrid: ModelArgument,
     out: OutFolder,
     format: Annotated[str, typer.Option("--format", help="hf, patch, nemotron_h or gguf.")] = "hf",
     base: Annotated[str | None, typer.Option("--base", help="The base, for a patch: a folder or a Hub id.")] = None,
@@ -32,6 +42,8 @@ def export(
     known = list_table("exporting/export.py", "FORMATS")
     if format not in known:
         raise UserError(f"there is no format '{format}'; there are {', '.join(known)}")
+    if format != "gguf":  # which takes bases, too
+        refuse_base(hybrid)
     if base is not None:
         check_model(base)
     check_output(out, [each for each in (hybrid, base, report) if each is not None], overwrite=overwrite)

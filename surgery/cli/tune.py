@@ -13,6 +13,7 @@ from surgery.cli.options import (
     check_data,
     open_model,
 )
+from surgery.errors import UserError
 from surgery.records.plan import Plan
 from surgery.records.recipe import read_recipe
 from surgery.runtime.files import open_output
@@ -39,16 +40,24 @@ def tune(
     with open_output(out, [hybrid, *options.data_files()], resume=resume, overwrite=overwrite) as output:
         from surgery.cli.export import _base_of
         from surgery.exporting.export import write_export
+        from surgery.models.digests import fingerprint
         from surgery.tuning.loop import tune as tune_model
 
         if overwrite:
             output.clear()
         model, tokenizer = open_model(hybrid, options, trust_remote_code)
+        plan = Plan.read(Path(hybrid) / "plan.json") if (Path(hybrid) / "plan.json").exists() else None
+        base, teacher = _base_of(Path(hybrid)), None
+        if any(entry["kind"] == "layer" and not entry.get("of_base") for entry in model.config.grafts):
+            if base is None:  # what a layer graft replaced is in no folder of a hybrid
+                raise UserError(f"{hybrid} has no export.json that says where its base is; splice the plan again")
+            teacher, _ = open_model(base, options, trust_remote_code)
+            if plan is not None and plan.provenance is not None and plan.provenance.fingerprint != fingerprint(teacher):
+                raise UserError(f"{base} has other weights than the base of {hybrid}; splice the plan again")
         with output.folder("tuning") as folder:
             on_main(lambda: None)  # nobody looks into the folder before it is ready
-            log = tune_model(model, tokenizer, options.tune, options.data, seed=options.seed, folder=folder)
-        plan = Plan.read(Path(hybrid) / "plan.json") if (Path(hybrid) / "plan.json").exists() else None
+            log = tune_model(model, tokenizer, options.tune, options.data, seed=options.seed, folder=folder, teacher=teacher)
         if is_main():
             with output.new_folder(".", keep=True) as folder:
-                write_export(model, tokenizer, folder, out, plan=plan, base=_base_of(Path(hybrid)))
+                write_export(model, tokenizer, folder, out, plan=plan, base=base)
     show(f"{len(log.steps)} steps; whether they helped, `surgery bench BASE {out}` says\nHybrid: {out}")

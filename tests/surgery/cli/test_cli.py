@@ -7,8 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from surgery.cli import app
+from surgery.records.plan import Plan
+from surgery.records.site import Site
+from tests.surgery.exporting.folders import InProcess
 
 ROOT = Path(__file__).parents[3]
 VERBS = [name for group in app.GROUPS.values() for name in group]
@@ -198,3 +203,14 @@ def test_a_folder_that_is_gone_and_a_closed_pipe_are_no_tracebacks(tmp_path):
     script = f"cd {ROOT} && {sys.executable} -m surgery list settings | true"
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False)
     assert "Traceback" not in done.stderr
+
+
+def test_a_layer_graft_is_tuned_from_its_folder_beside_its_base(surgery, tmp_path, monkeypatch):
+    monkeypatch.setattr("surgery.exporting.export.start_reader", lambda _: InProcess())
+    Plan(kind="layer", sites=(Site(2),)).write(tmp_path / "plan.json")
+    assert surgery("splice", BASE, tmp_path / "plan.json", "--out", tmp_path / "spliced")[0] == 0
+    few = ["--set", "tune.steps=1", "--set", "tune.batch_size=2", "--set", "tune.examples=[{options: {pairs: 4}}]"]
+    assert surgery("tune", tmp_path / "spliced", *few, "--out", tmp_path / "tuned")[0] == 0
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("spliced", "tuned"))
+    assert {name.split(".")[2] for name in before if not torch.equal(before[name], after[name])} == {"2"}
+    assert surgery("export", tmp_path / "tuned", "--format", "nemotron_h", "--out", tmp_path / "served")[0] == 0
