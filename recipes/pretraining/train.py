@@ -21,7 +21,7 @@ from typing import Annotated, Any
 import torch
 import torch.nn.functional as F
 import yaml
-from pydantic import Field
+from pydantic import Field, ValidationError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -318,12 +318,16 @@ class Training:
         if not (self.work / "state.pt").exists():
             return
         state = torch.load(self.work / "state.pt", weights_only=True)
-        if state["recipe"] != self.recipe.text():
+        try:  # a recipe that was written before it had a field is the same where that is at its default
+            written = BaseRecipe.model_validate_json(state["recipe"])
+        except ValidationError:
+            written = None
+        if written != self.recipe:
             raise UserError(f"{self.work} holds the training of another recipe; remove it, or choose another --out")
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.rng.setstate(state["rng"])
-        self.at, self.log = state["at"], state["log"]
+        self.at, self.log = self.at | state["at"], state["log"]
 
 
 # What is measured, and what is written
