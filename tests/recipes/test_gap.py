@@ -7,8 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from surgery.errors import UserError
-
 SPEC = importlib.util.spec_from_file_location("gap", Path(__file__).parents[2] / "recipes" / "evidence" / "gap" / "gap.py")
 assert SPEC is not None
 assert SPEC.loader is not None
@@ -60,5 +58,5 @@ def test_seeds_that_are_not_complete_do_not_count() -> None:
     rows = record({"2 heads": 0.6, "twin": 0.9}, seeds=2)
     assert gap.write_page(rows[:-1]) == gap.write_page(rows[: len(gap.list_cells())])
     assert first_sentence(gap.write_page(rows[:9]))  # of the only seed, which is not complete
-    with pytest.raises(UserError):
-        gap.write_page(rows[:5])
+    for few in (0, 1, 5):
+        assert "|" not in gap.write_page(rows[:few])  # no table of what is not known
