@@ -1,6 +1,5 @@
 """Who serves what on this machine, at the sizes of a model, and what would help."""
 
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -18,47 +17,79 @@ Call = tuple[str, Operation, list[Any]]
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a model's mixers: heads of head_dim channels and a state of `state` numbers a channel (Mamba-2), channels (Mamba-1); a
-    batch of rows x tokens. As they are: mamba2-2.7b's and Falcon-Mamba-7B's."""
+    """Of a model's mixers: heads of head_dim values, with keys and queries of `state` numbers in groups (Mamba-2, or with
+    `delta` the gated delta rule); channels with states of channel_state numbers (Mamba-1). 0: it has none. A batch of rows x
+    tokens. As they are: mamba2-2.7b's and Falcon-Mamba-7B's."""
 
     heads: int = 80
     head_dim: int = 64
     state: int = 128
+    groups: int = 1
+    delta: bool = False
     channels: int = 8192
+    channel_state: int = 16
     rows: int = 2
     tokens: int = 1000
 
 
-SMALL = Sizes(4, 16, 16, 64, 2, 100)
+SMALL = Sizes(4, 16, 16, channels=64, tokens=100)
+
+
+def sizes_of(mixer: Any) -> Sizes:
+    """Of a mixer of surgery/modeling."""
+    if mixer.head_dim == 1:
+        return Sizes(0, channels=mixer.num_heads, channel_state=mixer.ssm_state_size)
+    delta = not hasattr(mixer, "run_ssd")
+    return Sizes(mixer.num_heads, mixer.head_dim, mixer.ssm_state_size, mixer.n_groups, delta, channels=0)
+
+
+@dataclass(frozen=True)
+class Served:
+    """A kind of call, the backend that serves it, the one that serves it where gradients are wanted (None: there are none), and
+    why backends that would come first do not."""
+
+    call: str
+    forward: str
+    learning: str | None
+    reasons: dict[str, str]
+
+    def __str__(self) -> str:
+        serves = self.forward + (f", with its gradient {self.learning}" if self.learning not in (None, self.forward) else "")
+        why = "; ".join(f"not {name}: {reason}" for name, reason in self.reasons.items())
+        return f"{self.call:<24}{serves:<10}  {why}".rstrip()
 
 
 def make_calls(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> Iterator[Call]:
     """(a name, the operation, arguments): every kind of call that a hybrid makes."""
-    b, t, h, p, n, d = sizes.rows, sizes.tokens, sizes.heads, sizes.head_dim, sizes.state, sizes.channels
+    b, t, h, p, n, g = sizes.rows, sizes.tokens, sizes.heads, sizes.head_dim, sizes.state, sizes.groups
+    d, m = sizes.channels, sizes.channel_state
+    n = n if h else m
 
     def draw(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.randn(*shape, device=device, dtype=torch.float32).to(dtype)
 
     full = {"dtype": torch.float32}
     documents = (torch.arange(t, device=device) // (t // 3)).int().expand(b, t).contiguous()
-    dt, A = 0.01 + 0.1 * torch.rand(b, t, h, device=device), -1 - torch.rand(h, device=device)
-    x, B, C, D = draw(b, t, h, p), draw(b, t, 1, n), draw(b, t, 1, n), draw(h, **full)
-    scan = [x, dt.to(dtype), A, B, C, D, None]
-    yield "ssd_scan", SSD_SCAN, [*scan, None, 256]
-    yield "ssd_scan packed", SSD_SCAN, [*scan, documents, 256]
-    yield "ssd_step", SSD_STEP, [draw(b, h, p, n, **full), x[:, 0], dt[:, 0].to(dtype), A, B[:, 0], C[:, 0], D]
-    wide = h * p + 2 * n
+    dt, A = 0.01 + 0.1 * torch.rand(b, t, h or 1, device=device), -1 - torch.rand(h, device=device)
+    if h and not sizes.delta:
+        x, B, C, D = draw(b, t, h, p), draw(b, t, g, n), draw(b, t, g, n), draw(h, **full)
+        scan = [x, dt.to(dtype), A, B, C, D, None]
+        yield "ssd_scan", SSD_SCAN, [*scan, None, 256]
+        yield "ssd_scan packed", SSD_SCAN, [*scan, documents, 256]
+        yield "ssd_step", SSD_STEP, [draw(b, h, p, n, **full), x[:, 0], dt[:, 0].to(dtype), A, B[:, 0], C[:, 0], D]
+    wide = h * p + 2 * g * n if h else d
     taps = [draw(wide, 1, 4), draw(wide)]
     yield "causal_conv", CAUSAL_CONV, [draw(b, t, wide), *taps, None, t, True]
     part = draw(b, t, wide + 4)[..., 4:]  # of a projection that no package would have made
     yield "causal_conv of a part", CAUSAL_CONV, [part, *taps, None, t, True]
     yield "causal_conv packed", CAUSAL_CONV, [part, *taps, documents, t, True]
-    u, step, matrix = draw(b, t, d), 0.01 + 0.1 * torch.rand(b, t, d, device=device), -1 - torch.rand(d, 16, device=device)
-    channels = [u, step.to(dtype), matrix, draw(b, t, 16), draw(b, t, 16), draw(d, **full)]
-    yield "selective_scan", SELECTIVE_SCAN, [*channels, None]
-    one = [m[:, 0] if m.dim() == 3 else m for m in channels]
-    yield "selective_step", SELECTIVE_STEP, [draw(b, d, 16, **full), *one]
-    for pairs in (1, 3, h):
+    if d:
+        u, step, matrix = draw(b, t, d), 0.01 + 0.1 * torch.rand(b, t, d, device=device), -1 - torch.rand(d, m, device=device)
+        channels = [u, step.to(dtype), matrix, draw(b, t, m), draw(b, t, m), draw(d, **full)]
+        yield "selective_scan", SELECTIVE_SCAN, [*channels, None]
+        one = [each[:, 0] if each.dim() == 3 else each for each in channels]
+        yield "selective_step", SELECTIVE_STEP, [draw(b, d, m, **full), *one]
+    for pairs in sorted({1, min(3, h), h} - {0}) or (1,):
         q, k = (draw(b, pairs, t, n) * n**-0.25 for _ in range(2))
         v, bias, null = draw(b, pairs, t, p), dt[:, :, :pairs].log().transpose(1, 2), draw(pairs, **full)
         yield f"attend {pairs} pairs", ATTEND, [q, k, v, bias, null, None, None]
@@ -66,41 +97,42 @@ def make_calls(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> Iterat
     yield "attend padded", ATTEND, [q, k, v, None, null, mask, None]
     yield "attend packed", ATTEND, [q, k, v, bias, null, None, documents]
     yield "attend one query", ATTEND, [q[:, :, -1:], k, v, bias, null, None, None]
-    yield "attend channels", ATTEND, [q[:, :1, :, :16], k[:, :1, :, :16], draw(b, 1, t, 10 * p), None, null[:1], None, None]
+    if d:
+        yield "attend channels", ATTEND, [q[:, :1, :, :m], k[:, :1, :, :m], draw(b, 1, t, 10 * p), None, null[:1], None, None]
 
 
-def explain(device: str | torch.device, dtype: torch.dtype, sizes: Sizes | None = None) -> list[str]:
-    """A line for every kind of call, forward and with its gradient, and at last what would help. It tries the backends, which
-    takes minutes where mamba_ssm tunes its kernels for the first time."""
-    device, lines, missing = torch.device(device), [], set()
-    sizes = Sizes() if sizes is None else sizes
-    for name, operation, args in make_calls(device, dtype, sizes):
-        served = []
+def explain(device: str | torch.device, dtype: torch.dtype, sizes: Sizes | None = None) -> tuple[list[Served], list[str]]:
+    """(who serves every kind of call, what would help). It tries the backends, which takes minutes where mamba_ssm tunes its
+    kernels for the first time."""
+    device, rows, missing = torch.device(device), [], set()
+    for call, operation, args in make_calls(device, dtype, Sizes() if sizes is None else sizes):
+        served: list[str] = []
+        reasons: dict[str, str] = {}
         for learning in (False, True) if operation.differentiable else (False,):
             own = [
                 m.detach().requires_grad_(learning) if isinstance(m, torch.Tensor) and m.is_floating_point() else m
                 for m in args
             ]
             served.append(operation.choose(*own).name)
-            missing |= {
-                backend
-                for backend, reason in operation.explain(*own).items()
-                if reason and "ModuleNotFoundError" in reason and not operation.backends[backend].on_request
-            }
-        lines.append(f"{name}: {served[0]}" + (f", and {served[1]} with its gradient" if len({*served}) > 1 else ""))
-    return [*lines, *advise(device, missing)]
+            for backend in operation.backends.values():
+                if backend.name == served[-1]:
+                    break
+                if not backend.on_request:
+                    reasons[backend.name] = operation.why_not(backend, *own) or reasons.get(backend.name, "")
+        missing |= {
+            backend for backend, reason in reasons.items() if "ModuleNotFoundError" in reason or "no C compiler" in reason
+        }
+        rows.append(Served(call, served[0], served[1] if len(served) > 1 else None, reasons))
+    return rows, advise(device, missing)
 
 
 def advise(device: torch.device, missing: set[str]) -> list[str]:
-    """One command that would help here, if there is one."""
-    if device.type != "cuda":
-        return []
-    here = f"torch {torch.__version__}, CUDA {torch.version.cuda}, Python {sys.version_info[0]}.{sys.version_info[1]}"
-    if "mamba_ssm" in missing:
+    """One command that would help here, if there is one. missing: backends for which something is not installed."""
+    if device.type == "cpu" and "native" in missing:
+        return ["faster scans on this processor: install a C compiler (cc), e.g. apt install gcc"]
+    if device.type == "cuda" and "mamba_ssm" in missing:
         command = "MAMBA_SKIP_CUDA_BUILD=TRUE pip install --no-build-isolation --no-deps mamba-ssm && pip install einops"
-        return [f"faster scans ({here}; it compiles nothing): {command}"]
-    if "causal_conv1d" in missing:
-        return [
-            f"a faster convolution ({here}): pip install kernels, and SURGERY_KERNELS=causal_conv=hub (it downloads a build)"
-        ]
+        return [f"faster scans (it compiles nothing): {command}"]
+    if device.type == "cuda" and "causal_conv1d" in missing:
+        return ["a faster convolution: pip install kernels, and SURGERY_KERNELS=causal_conv=hub (it downloads a build)"]
     return []

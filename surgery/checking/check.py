@@ -14,12 +14,16 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from surgery.checking import laws
 from surgery.checking.law import Finding, Law, subject_of
 from surgery.checking.shrink import random_model, read_config, shrink
 from surgery.errors import UserError
+from surgery.kernels.explain import Sizes, sizes_of
+from surgery.modeling.graft import GraftMixer
+from surgery.splicing.splice import adopt
 
 ORDER = ("wrong", "refused", "right", "not applicable")
 WIDE = 2**31  # bytes in float64 up to which a model is checked in it
@@ -142,6 +146,22 @@ def open_source(
         return open_model(model, trust_remote_code)
     config = read_config(model, trust_remote_code=trust_remote_code)
     return open_model(model, trust_remote_code) if getattr(config, "grafts", None) else config
+
+
+def read_sizes(source: str, trust_remote_code: bool = False) -> tuple[Sizes, torch.dtype]:
+    """The sizes of a model's mixers, and what its weights are in: of a model type, a config.json, a folder or a Hub id. Raises
+    UserError for a model that has no mixer of a family here."""
+    config = read_config(source, trust_remote_code=trust_remote_code).get_text_config(decoder=True)
+    try:
+        with torch.device("meta"):
+            model = adopt(AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code))
+    except ValueError as error:
+        raise UserError(f"transformers cannot make a model of '{config.model_type}': {str(error).splitlines()[0]}") from error
+    mixer = next((module for module in model.modules() if isinstance(module, GraftMixer)), None)
+    if mixer is None:
+        raise UserError(f"a {config.model_type} has no mixer that is computed by kernels of this package")
+    dtype = getattr(torch, str(config.dtype).removeprefix("torch."), None)
+    return sizes_of(mixer), dtype or torch.float32
 
 
 def open_model(name: str | Path, trust_remote_code: bool = False) -> PreTrainedModel:

@@ -5,6 +5,7 @@ what only makes it large does not. Of the layers, the first of each kind is kept
 checked from its config.json, without its weights.
 """
 
+import difflib
 import json
 from pathlib import Path
 from typing import Any
@@ -111,6 +112,9 @@ def read_config(source: str | Path, *, trust_remote_code: bool = False) -> PreTr
             return AutoConfig.from_pretrained(path.parent if trust_remote_code else path, trust_remote_code=trust_remote_code)
         if not path.exists() and str(source) in _known_types():
             return AutoConfig.for_model(str(source), **DEFAULTS.get(str(source), {}))
+        if not path.exists() and "/" not in str(source):
+            close = difflib.get_close_matches(str(source), _known_types(), n=1)
+            raise UserError(f"there is no model type '{source}'" + (f"; did you mean {close[0]}?" if close else ""))
         return AutoConfig.from_pretrained(str(source), trust_remote_code=trust_remote_code)
     except UserError:
         raise

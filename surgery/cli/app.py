@@ -14,7 +14,7 @@ import typer
 import typer.core
 
 from surgery.cli.bench import bench
-from surgery.cli.check import check
+from surgery.cli.check import check, doctor
 from surgery.cli.export import export
 from surgery.cli.list import list_names
 from surgery.cli.locate import locate
@@ -32,7 +32,7 @@ GROUPS: dict[str, dict[str, Callable[..., None]]] = {
     "Start here": {"look": look, "run": run, "check": check},
     "Step by step": {"locate": locate, "plan": plan, "splice": splice, "tune": tune, "bench": bench},
     "Results": {"export": export, "publish": publish},
-    "Names and settings": {"list": list_names},
+    "Names and settings": {"list": list_names, "doctor": doctor},
 }
 RESUMABLE = ("run", "tune", "bench")
 HELP = {"help_option_names": ["-h", "--help"]}

@@ -1,4 +1,4 @@
-"""surgery check"""
+"""surgery check, and surgery doctor"""
 
 import json
 from pathlib import Path
@@ -81,3 +81,42 @@ def check(
     print(json.dumps(told[0] if len(told) == 1 else told, indent=2) if as_json else "\n\n".join(text for text, _, _ in shown))
     if any(wrong for _, _, wrong in shown):
         raise typer.Exit(1)
+
+
+def doctor(
+    model: Annotated[
+        str | None, typer.Argument(metavar="[MODEL]", help="At its sizes: a folder, a Hub id, a model type or a config.json.")
+    ] = None,
+    device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:1 or mps.")] = "auto",
+    dtype: Annotated[str, typer.Option("--dtype", help="What the model computes in.")] = "auto",
+    trust_remote_code: Trust = False,
+) -> None:
+    """Say which kernels serve a model on this machine, and what would make it faster.
+
+    For every operation, at the model's sizes: which kernel serves, and why those that are preferred do not.
+    It tries them, which takes minutes where one is compiled for the first time. No weights are read.
+
+    Examples:
+      surgery doctor
+      surgery doctor checkpoints/tiny-mamba2
+    """
+    if dtype not in ("auto", *DTYPES):
+        raise UserError(f"--dtype is '{dtype}'; take auto, or one of {', '.join(DTYPES)}")
+    import platform
+
+    import torch
+
+    from surgery.checking.check import read_sizes
+    from surgery.kernels.explain import explain
+    from surgery.models.load import check_device, choose_dtype
+
+    check_device(device)
+    place = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    sizes, stored = (None, torch.float32) if model is None else read_sizes(model, trust_remote_code)
+    chosen = choose_dtype(dtype, stored, place)
+    card = f"{torch.cuda.get_device_name(place)}, CUDA {torch.version.cuda}" if place.startswith("cuda") else platform.machine()
+    print(f"Python {platform.python_version()}, torch {torch.__version__}, {place} ({card})")
+    print(f"at the sizes of {model or 'mamba2-2.7b and Falcon-Mamba-7B'}, in {str(chosen).removeprefix('torch.')}\n")
+    rows, advice = explain(place, chosen, sizes)
+    print("\n".join(map(str, rows)))
+    print("\n" + "\n".join(advice or ["nothing to install would make it faster here"]))

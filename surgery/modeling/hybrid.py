@@ -163,14 +163,14 @@ class HybridLanguageModel(GraftedModel):
             model_kwargs[self.cache_name] = self.with_room(cache, length if isinstance(cache, StaticCache) else None)
         return made
 
-    def _update_model_kwargs_for_generation(self: Any, outputs: Any, model_kwargs: dict[str, Any], **named: Any) -> Any:
+    def _update_model_kwargs_for_generation(self: Any, outputs: Any, model_kwargs: Any, *args: Any, **kwargs: Any) -> Any:
         """Notes on the cache how many tokens it has read: a cache of states alone does not count them."""
         told = next(
             (model_kwargs[name] for name in ("attention_mask", "position_ids") if model_kwargs.get(name) is not None), None
         )
         if told is not None and isinstance(cache := outputs.get(self.cache_name), Cache):
-            cache.tokens_read = told.shape[-1]
-        return super()._update_model_kwargs_for_generation(outputs, model_kwargs, **named)  # type: ignore[misc]
+            cache.tokens_read = told.shape[-1]  # type: ignore[attr-defined]
+        return super()._update_model_kwargs_for_generation(outputs, model_kwargs, *args, **kwargs)  # type: ignore[misc]
 
 
 def tokens_in(cache: Cache) -> int:

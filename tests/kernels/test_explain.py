@@ -1,17 +1,24 @@
 """What is said of a machine."""
 
+import pytest
 import torch
 
-from surgery.kernels.explain import SMALL, advise, explain, make_calls
+from surgery.kernels.explain import SMALL, Sizes, advise, explain, make_calls
 
 
-def test_every_kind_of_call_is_served_on_a_cpu():
-    lines = explain("cpu", torch.float32, SMALL)
-    assert len(lines) == len([*make_calls(torch.device("cpu"), torch.float32, SMALL)])
+@pytest.mark.parametrize("sizes", [SMALL, Sizes(2, 8, 8, delta=True, channels=0, tokens=40), Sizes(0, channels=32, tokens=40)])
+def test_every_kind_of_call_is_served_on_a_cpu(sizes):
+    rows, _ = explain("cpu", torch.float32, sizes)
+    calls = [*make_calls(torch.device("cpu"), torch.float32, sizes)]
+    assert [row.call for row in rows] == [call for call, *_ in calls]
+    names = {operation.name for _, operation, _ in calls}
+    assert ("ssd_scan" in names) == (sizes.heads > 0 and not sizes.delta)
+    assert ("selective_scan" in names) == (sizes.channels > 0)
 
 
 def test_one_command_for_what_is_missing():
-    cuda = torch.device("cuda")
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
     assert "mamba-ssm" in advise(cuda, {"mamba_ssm", "causal_conv1d"})[0]
     assert "SURGERY_KERNELS" in advise(cuda, {"causal_conv1d"})[0]
-    assert advise(cuda, set()) == []
+    assert advise(cuda, set()) == advise(cpu, {"mamba_ssm"}) == []
+    assert len(advise(cpu, {"native"})) == 1

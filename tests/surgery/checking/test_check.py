@@ -12,7 +12,7 @@ from transformers import AutoConfig
 
 from surgery.checking.adapters import check_adapters
 from surgery.checking.bytes import LENGTHS, count_cache_bytes
-from surgery.checking.check import check
+from surgery.checking.check import check, read_sizes
 from surgery.checking.engines import compare_engine
 from surgery.checking.law import CACHES, subject_of
 from surgery.checking.shrink import random_model, read_config, shrink
@@ -79,6 +79,29 @@ def test_the_command_exits_with_1_where_something_is_wrong(monkeypatch, capsys, 
         app.main()
     assert ended.value.code == status
     assert json.loads(capsys.readouterr().out)["architecture"] == "mamba2"
+
+
+def test_the_sizes_of_a_models_mixers(tmp_path):
+    sizes, dtype = read_sizes("mamba2")
+    assert (sizes.heads, sizes.head_dim, sizes.state, sizes.groups, sizes.channels) == (128, 64, 128, 8, 0)
+    assert dtype == torch.float32
+    sizes, _ = read_sizes("jamba")
+    assert (sizes.heads, sizes.channels, sizes.channel_state) == (0, 8192, 16)
+    sizes, _ = read_sizes("qwen3_next")
+    assert (sizes.delta, sizes.heads, sizes.head_dim, sizes.state, sizes.groups) == (True, 32, 128, 128, 16)
+    for name in ("rwkv", "mamab2", str(tmp_path)):
+        with pytest.raises(UserError):
+            read_sizes(name)
+
+
+def test_doctor_says_who_serves_what(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["surgery", "doctor", "checkpoints/tiny-mamba2", "--device", "cpu"])
+    with pytest.raises(SystemExit) as ended:
+        app.main()
+    assert ended.value.code == 0
+    out = capsys.readouterr().out
+    assert {"ssd_scan", "ssd_step", "causal_conv"} <= {line.partition(" ")[0] for line in out.splitlines()}
+    assert "selective_scan" not in out
 
 
 def test_adapters_that_train_nothing_are_named():
