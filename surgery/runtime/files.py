@@ -14,7 +14,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -120,9 +120,9 @@ def _check_writable(folder: Path) -> None:
 class OutputFolder:
     """A folder that one command writes to; made by open_output, used within a `with`."""
 
-    def __init__(self, path: Path, lock: int | None):
+    def __init__(self, path: Path, lock: int | None, *, new: bool = False, empty: bool = False):
         self.path = path
-        self._lock = lock
+        self._lock, self._new, self._empty = lock, new, empty
         self._files: dict[str, str] = {}
         self._made_by: dict[str, str] = {}
         self._open: list[str] = []
@@ -131,10 +131,17 @@ class OutputFolder:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._lock is not None:
-            (self.path / LOCK).unlink(missing_ok=True)
-            os.close(self._lock)
-            self._lock = None
+        if self._lock is None:
+            return
+        nothing = kind is not None and {each.name for each in self.path.iterdir()} <= {MANIFEST, LOCK}
+        if nothing and self._empty:
+            (self.path / MANIFEST).unlink(missing_ok=True)
+        (self.path / LOCK).unlink(missing_ok=True)
+        os.close(self._lock)
+        self._lock = None
+        if nothing and self._new:
+            with suppress(OSError):  # another run is there already
+                self.path.rmdir()
 
     def write(self, name: str, text: str, settings: Any = None) -> Path:
         """Write one of our files. settings: what it depends on, which `is_made` compares."""
@@ -304,8 +311,9 @@ def open_output(
     present = check_output(path, inputs, resume=resume, overwrite=overwrite)
     if not is_main():
         return OutputFolder(path, None)
+    new = not path.exists()
     _check_writable(path)
-    output = OutputFolder(path, _take_lock(path))
+    output = OutputFolder(path, _take_lock(path), new=new, empty=not present)
     try:
         if present:
             output._read()
@@ -313,8 +321,8 @@ def open_output(
         if overwrite:
             output.check_unchanged()
         output._save()
-    except BaseException:
-        output.__exit__(None, None, None)
+    except BaseException as error:
+        output.__exit__(type(error), error, None)
         raise
     return output
 

@@ -128,6 +128,21 @@ def test_a_failure_leaves_the_folder_as_it_was(ran):
     assert contents(ran) == before
 
 
+@pytest.mark.parametrize("there", [False, True])
+def test_a_failure_before_anything_is_written_leaves_nothing(tmp_path, there):
+    folder = tmp_path / "out"
+    if there:
+        folder.mkdir()
+
+    def fail():
+        with open_output(folder) as output, output.new_folder("."):
+            raise UserError("no")
+
+    with pytest.raises(UserError):
+        fail()
+    assert list(tmp_path.rglob("*")) == ([folder] if there else [])
+
+
 def test_a_new_folder_replaces_ours_whole(ran):
     (ran / "hybrid" / "mine.txt").write_text("mine")
     with open_output(ran, overwrite=True) as output, output.new_folder("hybrid") as new:
