@@ -24,7 +24,7 @@ Verdict = Literal["wrong", "refused", "right", "not applicable"]  # worst first
 Pair = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, float]  # what was found, what is right, and a bound of its own
 CACHES = ("past_key_values", "cache_params", "state")  # what models call the cache that they take and return
 # Of the largest logit, in float64. Rounding there is below 1e-12, but a model may round a constant to float32 in one way of
-# computing and not in another: MiniMax's decays, which are off by 1e-8. No defect that was found is below 1e-6.
+# computing and not in another: MiniMax's decays, which are off by 1e-8. The least defect in docs/architectures.md is 1e-4.
 EXACT = 1e-7
 TIMES, LEAST = 8.0, 3e-5  # of rounding in float32: models lie at most a quarter of this from float64
 PAD = 0

@@ -2,11 +2,13 @@
 
     python recipes/evidence/check/architectures.py            # asks, writes architectures.json beside this file, fills the page
     python recipes/evidence/check/architectures.py mamba jamba  # asks these again, and keeps the rest of the record
+    python recipes/evidence/check/architectures.py page         # fills the page from the record
 
 An architecture is recurrent if the modeling file of its language model updates a recurrent state or that of a convolution. Each
 is a small random model in float64 (surgery/checking/shrink.py), on a CPU, with the plain PyTorch paths of transformers.
 """
 
+import importlib
 import importlib.util
 import json
 import re
@@ -21,6 +23,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import logging
 
 from surgery.checking.check import all_laws, check
+from surgery.checking.shrink import read_config, shrink
 from surgery.errors import UserError
 from surgery.runtime.files import write_text
 
@@ -54,11 +57,25 @@ def ask(name: str) -> dict[str, Any]:
     for finding in json.loads(report.to_json())["findings"]:
         laws[finding["law"]] = {key: finding[key] for key in ("verdict", "difference", "where")}
         laws[finding["law"]]["wrong"] = [case["name"] for case in finding["cases"] if case["verdict"] == "wrong"]
-    return {"dtype": report.dtype, "laws": laws}
+        laws[finding["law"]]["cases"] = len(finding["cases"])
+    config = {key: value for key, value in shrink(read_config(name)).to_diff_dict().items() if key != "transformers_version"}
+    return {"dtype": report.dtype, "config": config, "laws": laws}
+
+
+def find_scripts() -> dict[tuple[str, str], list[str]]:
+    """(architecture, law) -> the scripts here that show the fault: each names in CELLS what it shows."""
+    sys.path.insert(0, str(HERE))
+    found: dict[tuple[str, str], list[str]] = {}
+    for path in sorted(HERE.glob("*.py")):
+        for law, names in getattr(importlib.import_module(path.stem), "CELLS", {}).items():
+            for name in names:
+                found.setdefault((name, law), []).append(path.stem)
+    return found
 
 
 def page(record: dict[str, Any]) -> str:
     """The table, and below it what is wrong where."""
+    scripts = find_scripts()
     names = [law.name for law in all_laws().values()]
     asked = {name: found["laws"] for name, found in record["architectures"].items() if "laws" in found}
     versions = ", ".join(f"{package} {number}" for package, number in record["versions"].items())
@@ -67,15 +84,17 @@ def page(record: dict[str, Any]) -> str:
     for name, found in asked.items():
         lines.append(f"| {name} | " + " | ".join(SIGNS[found[law]["verdict"]] for law in names) + " |")
     lines += ["", "✓ right · **✗** wrong · - refuses in words · empty: not applicable", "", "## What is wrong where", ""]
-    lines += ["| architecture | law | cases | largest difference | where |", "|---|---|---|---|---|"]
+    lines += ["| architecture | law | cases | largest difference | where | script |", "|---|---|---|---|---|---|"]
     for name, found in asked.items():
         for law in names:
             if found[law]["verdict"] == "wrong":
                 told = found[law]["difference"]
                 apart = "" if told is None else f"{told:.1e}"
                 where = found[law]["where"].rpartition(": ")[2] if told is not None else found[law]["where"].partition(": ")[2]
-                cases = "all" if len(found[law]["wrong"]) > 4 else ", ".join(found[law]["wrong"])
-                lines.append(f"| {name} | {law} | {cases} | {apart} | {where[:110].replace('|', '/')} |")
+                wrong, cases = found[law]["wrong"], found[law]["cases"]
+                cases = f"{len(wrong)} of {cases}" if len(wrong) > 4 else ", ".join(wrong)
+                shown = ", ".join(scripts.get((name, law), ["none"]))
+                lines.append(f"| {name} | {law} | {cases} | {apart} | {where[:110].replace('|', '/')} | {shown} |")
     lines += [
         "",
         *(f"{name} was not asked: {found['error']}" for name, found in record["architectures"].items() if "error" in found),
@@ -89,7 +108,7 @@ def main() -> None:
     logging.disable_progress_bar()
     warnings.simplefilter("ignore")
     record: dict[str, Any] = json.loads(RECORD.read_text()) if RECORD.exists() and len(sys.argv) > 1 else {"architectures": {}}
-    for name in sys.argv[1:] or recurrent_types():
+    for name in (name for name in sys.argv[1:] or recurrent_types() if name != "page"):
         record["architectures"][name] = ask(name)
     record["architectures"] = dict(sorted(record["architectures"].items()))
     record["versions"] = {package: version(package) for package in ("transformers", "torch")}

@@ -1,5 +1,6 @@
 """surgery check: small models of any architecture, the report, adapters, bytes, and engines."""
 
+import importlib.util
 import json
 import stat
 import sys
@@ -47,6 +48,16 @@ def test_what_a_configuration_chooses_stays(tmp_path):
     assert small.hidden_size * small.expand == small.num_heads * small.head_dim
     report = check(architecture=tmp_path / "config.json", only=("cache_tokens", "batch"))
     assert {finding.law for finding in report.findings} == {"cache, token by token", "batch of 1 against 4"}
+
+
+def test_every_wrong_cell_of_the_table_has_a_script():
+    place = Path(__file__).parents[3] / "recipes" / "evidence" / "check" / "architectures.py"
+    spec = importlib.util.spec_from_file_location("architectures", place)
+    table = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(table)
+    asked = json.loads(table.RECORD.read_text())["architectures"]
+    wrong = {(name, law) for name, found in asked.items() for law, cell in found["laws"].items() if cell["verdict"] == "wrong"}
+    assert wrong == table.find_scripts().keys()
 
 
 def test_foreign_code_does_not_run(tmp_path):
