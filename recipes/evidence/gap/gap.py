@@ -60,6 +60,11 @@ TUNE = surgery.Tune(batch_size=8, examples=(Examples(options={"pairs": (16, 64)}
 BENCH, DATA = surgery.Bench(pairs=(16, 64), limit=200, windows=32), surgery.Data(skills=("knowledge",))
 QUESTIONS = {"kv.64": "64 pairs", "kv_unseen.64": "64 pairs, new keys", "knowledge": "facts", "text": "loss on text"}
 TWINS = {"twin": "attention at the same two heads", "twin layer": "one whole attention layer"}
+EDITS = {
+    "1 head": "one located head",
+    "4 heads": "four located heads",
+    "no null key": "two located heads without null keys, so that attention acts everywhere",
+}
 RIVALS = {
     "prompt twice": "the prompt read twice, untrained",
     "more training": "the base's pretraining goes on",
@@ -76,7 +81,7 @@ def list_cells() -> list[tuple[str, float]]:
     """(model, share of the pretraining tokens) of a seed, in the order in which they are measured."""
     cells = [("base", 0.0), ("twin", 0.0), *(("2 heads", share) for share in SHARES if share <= EQUAL), ("prompt twice", 0.0)]
     cells += [(name, EQUAL) for name in RIVALS if name != "prompt twice"]
-    cells += [("twin layer", 0.0), ("1 head", EQUAL), ("4 heads", EQUAL), ("2 heads", SHARES[-1])]
+    cells += [("twin layer", 0.0), *((name, EQUAL) for name in EDITS), ("2 heads", SHARES[-1])]
     return [*cells, ("twin, tuned alike", EQUAL), ("twin, more training", EQUAL)]
 
 
@@ -122,9 +127,10 @@ class Seed:
         chosen = [each.site for each in units if each.site.layer == layer][:heads]
         return self.plan_at(chosen)
 
-    def plan_at(self, sites: Any) -> Plan:
+    def plan_at(self, sites: Any, share: float | None = 0.01) -> Plan:
+        """Attention at these heads. share: of text on which it may act; None: it acts everywhere."""
         starts = {f"L{each.site.layer}.H{head}": each.start for each in self.ranking().heads for head in each.site.heads}
-        options = surgery.PlanOptions(gate=1.0, width=WIDTH)
+        options = surgery.PlanOptions(gate=1.0, width=WIDTH, share=share)
         return make_plan(self.base, self.tokenizer, sites, starts, options, DATA, self.seed)
 
     @property
@@ -156,6 +162,8 @@ class Seed:
         tuning, model, teacher = TUNE, None, self.training("base").model
         if name.endswith(("head", "heads")):
             model = surgery.splice(self.base, self.plan(int(name[0])))
+        elif name == "no null key":
+            model = surgery.splice(self.base, self.plan_at(self.plan(2).sites, share=None))
         elif name in ("same layer", "other layer"):
             control = "same_layer" if name == "same layer" else "random_site"
             sites = control_plan(control, self.base, self.plan(2), self.seed).sites
@@ -343,7 +351,7 @@ def write_page(rows: list[dict[str, Any]]) -> str:
     seeds = [seed for seed in sorted(counts) if counts[seed] == len(cells)] or [seed for seed, _ in counts.most_common(1)]
     rows = [row for row in rows if row["seed"] in seeds]
     at = {(row["model"], row["share"]): row for row in rows}
-    names = {main: "**two located heads**", ("1 head", EQUAL): "one located head", ("4 heads", EQUAL): "four located heads"}
+    names = {main: "**two located heads**"} | {(name, EQUAL): words for name, words in EDITS.items()}
     rivals = {(name, 0.0 if name == "prompt twice" else EQUAL): words for name, words in RIVALS.items()}
     if not {main, ("twin", 0.0)} <= at.keys() or not rivals.keys() & at.keys():
         return NOTHING.format(equal=EQUAL, done=len(rows), all=len(cells), next=seeds[0] if seeds else 1)
