@@ -145,10 +145,11 @@ def look(
     print_ = fingerprint(model)
     key = [print_, installed_version("mamba-surgery"), seed, None if text is None else file_digest(text), len(tokenizer)]
     kept = cache_folder("look") / f"{settings_digest(key)}.json"
+    name = name or Path(str(model.name_or_path)).name
     if kept.is_file():
         with contextlib.suppress(UserError):  # of another version, or damaged
-            return Look.read(kept)
-    seen = _measure(model, tokenizer, text, name or Path(str(model.name_or_path)).name, print_, seed)
+            return Look.read(kept).model_copy(update={"model": name})
+    seen = _measure(model, tokenizer, text, name, print_, seed)
     with contextlib.suppress(UserError):  # no place to keep it
         seen.write(kept)
     return seen

@@ -1,6 +1,7 @@
 """surgery splice"""
 
 from surgery.cli.options import BaseArgument, OutFolder, Overwrite, PlanArgument, Trust, open_model, read_record
+from surgery.errors import UserError
 from surgery.records.plan import Plan
 from surgery.runtime.files import open_output
 from surgery.runtime.progress import show
@@ -21,9 +22,14 @@ def splice(
     chosen = read_record(plan, Plan)
     with open_output(out, [model, plan], overwrite=overwrite) as output:
         from surgery.exporting.export import write_export
+        from surgery.models.digests import fingerprint
         from surgery.splicing.splice import splice as splice_model
 
         base, tokenizer = open_model(model, trust_remote_code=trust_remote_code)
+        made = chosen.provenance
+        same_dtype = made is not None and (made.recipe or {}).get("dtype", "auto") == "auto"
+        if made is not None and same_dtype and made.fingerprint != fingerprint(base):
+            raise UserError(f"{plan} is for {made.base} as it was then, and {model} has other weights; locate and plan again")
         hybrid = splice_model(base, chosen)
         with output.new_folder(".") as folder:
             write_export(hybrid, tokenizer, folder, out, plan=chosen, base=model)

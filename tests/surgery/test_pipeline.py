@@ -91,6 +91,7 @@ def seen(tmp_path_factory):
         first = look(model, tokenizer)
         patch.setattr("surgery.look._measure", None)  # what one look has measured the next one reads
         assert look(model, tokenizer) == first
+        assert look(model, tokenizer, name="mine").model == "mine"
     return first
 
 

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from surgery.cli import app
 from surgery.records.plan import Plan
+from surgery.records.record import provenance
 from surgery.records.site import Site
 from tests.surgery.exporting.folders import InProcess
 
@@ -214,3 +215,12 @@ def test_a_layer_graft_is_tuned_from_its_folder_beside_its_base(surgery, tmp_pat
     before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("spliced", "tuned"))
     assert {name.split(".")[2] for name in before if not torch.equal(before[name], after[name])} == {"2"}
     assert surgery("export", tmp_path / "tuned", "--format", "nemotron_h", "--out", tmp_path / "served")[0] == 0
+
+
+def test_a_plan_of_another_base_is_refused(surgery, tmp_path):
+    made = provenance("me/other", "0" * 64, 0, {})
+    Plan(sites=(Site(1, (0,)),), provenance=made).write(tmp_path / "plan.json")
+    status, _, err = surgery("splice", BASE, tmp_path / "plan.json", "--out", tmp_path / "spliced")
+    assert status == 2
+    assert "me/other" in err
+    assert not (tmp_path / "spliced").exists()
