@@ -12,6 +12,7 @@ from surgery.records.report import Answer, Change, Estimate, Measurement, ModelR
 from surgery.runtime.progress import size
 
 BOUND, BOUND_OF_LOSS = 0.02, 0.01  # what counts as lost: accuracy, and nats per token
+HALF = 0.5  # of what was missing: a "yes" that stays below it is not the last word
 CEILING = 0.98  # an accuracy above which hardly anything is left to gain
 ORDER = ("kv", "kv_unseen", "bigrams", "needle", "multiple_choice")  # what a verdict is about, the first that was measured
 MOST = 4  # measurements in a sentence
@@ -60,7 +61,8 @@ def judge(
         sentence = f"Not to be judged: the base is at chance on {asked.label}, so what it cannot do was not edited; {compared}."
     details = [_said_of_controls(controls, asked, measurement), _said_of_losses(measurements, base, model, losses, answer)]
     details += [_said_of_price(base, model), model.on_text.sentence() if model.on_text is not None else ""]
-    advice = "" if answer == "yes" else _advise(measurements, models, name, measurement, answer)
+    far = answer == "yes" and share is not None and share.high < HALF
+    advice = _advise(measurements, models, name, measurement, answer) if answer != "yes" or far else ""
     return Verdict(
         answer=answer,
         model=name,
@@ -172,6 +174,11 @@ def _advise(
         said.append("Try more heads (plan.heads), more steps (tune.steps=auto), or hints and adapters (tune.hints, tune.lora).")
     if answer == "mixed":
         said.append("Let the grafts act on less text (plan.share), or hold the other skills while tuning (tune.skill_weight).")
+    if answer == "yes":
+        said.append(
+            "Most of it is still missing. Try two heads (plan.heads=2), more steps (tune.max_steps), or adapters, which change "
+            "what the base says, too (tune.lora={target_modules: [in_proj, out_proj]})."
+        )
     if answer == "unclear":
         said.append("A cheaper change may be enough; compare the controls in the table.")
     return " ".join(said)

@@ -153,9 +153,20 @@ def test_a_model_that_answers_better_is_a_yes_unless_a_control_does_too(base, to
     models = {"base": base.eval(), "tuned": hybrid_of(base).train(), "control_tuned": hybrid_of(base).eval()}
     report = bench(models, tokenizer, options)
     assert report.verdict.answer == "yes"
+    assert not report.verdict.advice
     assert report.models["control_tuned"].behind.low > 0
     models["control_tuned"].train()
     assert bench(models, tokenizer, options).verdict.answer == "unclear"
+
+
+def test_a_yes_that_leaves_most_behind_says_what_to_try(base, tokenizer, monkeypatch):
+    right = lambda training: [float(i % 2 or (training and i % 10 == 0)) for i in range(400)]  # noqa: E731
+    monkeypatch.setattr(bench_module, "_ask", lambda each, model: right(model.training))
+    monkeypatch.setattr(bench_module, "eval_mode", lambda models: __import__("contextlib").nullcontext())
+    options = Bench(limit=400, pairs=(4,), unseen_pairs=(), contexts=(), controls=(), suites=("kv",), windows=1, window=8)
+    report = bench({"base": base.eval(), "tuned": hybrid_of(base).train()}, tokenizer, options)
+    assert report.verdict.answer == "yes"
+    assert "tune.lora" in report.verdict.advice
 
 
 @pytest.mark.parametrize("suite", list(SUITES))
