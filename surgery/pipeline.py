@@ -115,7 +115,8 @@ def locate_heads(base: Any, tokenizer: Any, recipe: Recipe, print_: str) -> Rank
 
 def choose_plan(base: Any, tokenizer: Any, ranking: Ranking, recipe: Recipe, print_: str) -> Plan:
     """Stage choose: the plan. print_: the base's fingerprint."""
-    unseen = ask_about(tokenizer, recipe, recipe.seed + UNSEEN) if recipe.plan.heads == "auto" else ()
+    needs = recipe.plan.heads == "auto" or recipe.plan.keep_skills
+    unseen = ask_about(tokenizer, recipe, recipe.seed + UNSEEN) if needs else ()
     plan = choose(base, tokenizer, ranking, recipe.plan, recipe.data, seed=recipe.seed, questions=unseen)
     return plan.model_copy(update={"provenance": provenance(recipe.model, print_, recipe.seed, recipe.public())})
 
@@ -132,7 +133,8 @@ def make_models(base: Any, tokenizer: Any, ranking: Ranking, plan: Plan, recipe:
         if control in PLANS:
             other = control_plan(control, base, plan, recipe.seed)
             if other.kind == "head":  # starts and null keys by the same measurements as the plan's own
-                other = make_plan(base, tokenizer, other.sites, starts, recipe.plan, recipe.data, recipe.seed)
+                asked = ask_about(tokenizer, recipe, recipe.seed + UNSEEN) if recipe.plan.keep_skills else ()
+                other = make_plan(base, tokenizer, other.sites, starts, recipe.plan, recipe.data, recipe.seed, questions=asked)
             models[name] = splice(base, other)
         else:
             models[name] = trainable_control(base, plan, control)

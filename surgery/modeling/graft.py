@@ -6,19 +6,20 @@ cache.
     out = mixer.finish(y, streams.gate)      norm, gate and output projection
 
 A grafted head h looks up the values x of earlier tokens by attention with queries and keys of its own, beside a null key with
-the learned logit b and no value (docs/derivations.md):
+the learned logit b + w . q_t and no value (docs/derivations.md):
 
-    p = softmax([sigma tau q_t . k_s + log_write_s, b]),   m_t = 1 - p_null
+    p = softmax([sigma tau q_t . k_s + log_write_s, b + w . sigma tau q_t]),   m_t = 1 - p_null
     y_t <- (1 - g m_t) y_t + g (sigma sum_s p_ts x_s + m_t D x_t)
 
 g is learned. m_t is the share of the softmax that the null key leaves: where nothing in the context matches, m_t is about 0,
-and the head stays as the base has it. In inference, m_t below `closed_below` counts as 0, and y_t is untouched, bit for bit. A
-graft without a null key has m = 1, as all had up to version 0.30; one without a gate has g = 1 as well.
+and the head stays as the base has it. w is 0 unless the plan says otherwise. In inference, m_t below `closed_below` counts as
+0, and y_t is untouched, bit for bit. A graft without a null key has m = 1, as all had up to version 0.30; one without a gate
+has g = 1 as well.
 
 An entry of a hybrid configuration's `grafts` is
 
 {"kind": "head", "layer": int, "heads": [int, ...], "signs": [1 or -1, ...], "width": int, "time_step": bool, "gated": bool,
- "null": bool, "closed_below": float, "pairs": [[int, ...], ...] (ChannelGraft only)}
+ "null": bool, "null_query": bool, "closed_below": float, "pairs": [[int, ...], ...] (ChannelGraft only)}
 
 heads: sorted; signs: sigma, one a query-key pair; width: of queries and keys; time_step: whether log_write is added to the
 scores.
@@ -84,8 +85,9 @@ class Graft(nn.Module):
     """The attention of a layer's grafted heads, with a query-key pair each. Its projections are named as in a Transformer, for
     PEFT.
 
-    gate: g, one a head, or None for 1. null: b / NATS, one a pair, or None for no null key. watch: if it is set, it is called
-    with the graft and m (b, t, heads) of every forward, as it acts: closed shares are 0.
+    gate: g, one a head, or None for 1. null: b / NATS, one a pair, or None for no null key. null_query: w (pairs, width), or
+    None for 0. watch: if it is set, it is called with the graft and m (b, t, heads) of every forward, as it acts: closed shares
+    are 0.
     """
 
     def __init__(self, mixer: Any, entry: dict[str, Any], pairs: int | None = None):
@@ -107,6 +109,7 @@ class Graft(nn.Module):
         gated = entry.get("gated", entry.get("blend") is not None)
         self.gate = nn.Parameter(torch.ones(len(self.heads))) if gated else None
         self.null = nn.Parameter(torch.zeros(pairs)) if entry.get("null") else None
+        self.null_query = nn.Parameter(torch.zeros(pairs, self.width)) if entry.get("null_query") else None
 
     def make_projections(self, mixer: Any, size: int) -> None:
         """Modules that make queries and keys of `size` channels in all."""
@@ -128,7 +131,9 @@ class Graft(nn.Module):
         return self.sharpen(*mixer.prepare(*qk.unflatten(-1, (2, len(self.signs), self.width)).unbind(2)))
 
     def sharpen(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """q and k (b, t, pairs, width) -> (b, pairs, t, width), with sigma tau in q."""
+        """q and k (b, t, pairs, width) -> (b, pairs, t, width), with sigma tau in q, and w taken from every k: beside them b is
+        what b + w . q is beside the others."""
+        k = k if self.null_query is None else k - self.null_query.to(k.dtype)
         scale = constant(tuple(self.signs), q.device, self.log_tau.dtype) * self.log_tau.exp()
         return (q * scale[:, None].to(q.dtype)).transpose(1, 2), k.transpose(1, 2)
 

@@ -2,15 +2,21 @@
 
 m_t = sigmoid(lse_t - b), with lse_t the log-sum-exp of a token's scores (docs/derivations.md). Located heads score tens of nats
 where a key matches and far less on text, so b on text leaves most answers alone (docs/claims.md).
+
+The score says that something matches, not whose match it is: a question about another skill may score as high as an answer. The
+query does tell them apart, so a null key may read it (`fit_queries`).
 """
 
 from collections import defaultdict
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from surgery.modeling.graft import NATS, ChannelGraft, Graft, watched
+from surgery.modeling.graft import NATS, SMALLEST, ChannelGraft, Graft, watched
+from surgery.modeling.reference import at_least_float32
+from surgery.probes.encoded import Encoded
 from surgery.records.plan import Plan, Start
 from surgery.records.site import Site
 from surgery.runtime.progress import bar
@@ -19,6 +25,7 @@ from surgery.splicing.splice import splice
 FIRST = 8  # tokens at the beginning of a row that have hardly anything to look up
 BEGIN, SEEN = 30.0, 12.0  # nats: the first guess at b, and how far above it a log-sum-exp is known exactly
 PASSES = 6  # over the text, at most; one nearly always does
+RIDGE = 1e-5  # the weight of the squares of w, for queries of unit variance
 
 
 def calibrate(model: Any, plan: Plan, rows: Tensor, share: float, batch_size: int = 8) -> Plan:
@@ -81,3 +88,77 @@ def solve_null(lse: Tensor, share: float) -> float:
         middle = (low + high) / 2
         low, high = (middle, high) if float(torch.sigmoid(lse - middle).mean()) > share else (low, middle)
     return (low + high) / 2
+
+
+def fit_queries(model: Any, plan: Plan, wanted: Encoded, kept: Encoded, rows: Tensor, batch_size: int = 8) -> Plan:
+    """The plan with null keys that read the query: m_t = sigmoid(lse_t - b - w . q_t) is a logistic regression, in which a
+    graft is open (1) at the answers of `wanted`, and closed (0) on the questions `kept` and on text, `rows` (texts, tokens).
+    The three count alike."""
+    hybrid = splice(model, plan.model_copy(update={"gate": 0.0})).eval()  # every layer reads what it reads in the base
+    everywhere = torch.ones(rows.shape, dtype=torch.bool)
+    texts = [(wanted.padded(), wanted.mask("query")), (kept.padded(), kept.mask("everywhere")), (rows, everywhere)]
+    read = [read_matches(hybrid, ids, chosen, batch_size) for ids, chosen in texts]
+    starts = {}
+    for name in read[0]:
+        kinds = [each[name] for each in read]
+        weights = torch.cat([torch.full((len(lse),), 1 / len(lse)) for lse, _ in kinds]).double()
+        target = torch.cat([torch.full((len(lse),), float(i == 0)) for i, (lse, _) in enumerate(kinds)]).double()
+        lse, q = (torch.cat(each) for each in zip(*kinds, strict=True))
+        w, b = fit_logistic(lse, q, target, weights)
+        found = {"null": round(b, 3), "null_query": tuple(round(each, 4) for each in w.tolist())}
+        starts[name] = plan.starts.get(name, Start()).model_copy(update=found)
+    return plan.model_copy(update={"starts": starts})
+
+
+@torch.no_grad()
+def read_matches(hybrid: Any, ids: Tensor, chosen: Tensor, batch_size: int) -> dict[str, tuple[Tensor, Tensor]]:
+    """Head -> at the chosen tokens, (rows, t) bool, the log-sum-exp of its scores (n,) and its query (n, width); tokens at the
+    beginning of a row are left out. Of channels that share a pair, with their mean time step."""
+    chosen = chosen.clone()
+    chosen[:, : min(FIRST, chosen.shape[1] - 1)] = False
+    found: dict[str, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+    later = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).triu(1)
+    at = chosen[:0]
+
+    def note(graft: Any, args: Any) -> None:
+        mixer, hidden, streams = args[:3]
+        q, k = (at_least_float32(each) for each in graft.queries_and_keys(mixer, hidden, streams, None, None, None))
+        for pair, places in enumerate(served(graft)):
+            site = Site(mixer.layer_idx, tuple(graft.heads[place] for place in places))
+            scores = q[:, pair] @ k[:, pair].mT
+            if graft.time_step and streams.write is not None:
+                scores = scores + streams.write[..., list(site.heads)].mean(-1).clamp_min(SMALLEST).log()[:, None]
+            lse = scores.masked_fill(later.to(scores.device), -torch.inf).logsumexp(-1)
+            both = tuple(each[at.to(each.device)].double().cpu() for each in (lse, q[:, pair]))
+            for name in site.head_names:
+                found[name].append(both)  # type: ignore[arg-type]
+
+    mixers = [hybrid.mixer_at(entry["layer"]) for entry in hybrid.config.grafts if not entry.get("of_base")]
+    handles = [mixer.graft.register_forward_pre_hook(note) for mixer in mixers]
+    device = next(hybrid.parameters()).device
+    for some, at in zip(ids.split(batch_size), chosen.split(batch_size), strict=True):  # noqa: B007
+        hybrid(input_ids=some.to(device), use_cache=False, logits_to_keep=1)
+    for handle in handles:
+        handle.remove()
+    return {name: (torch.cat([lse for lse, _ in parts]), torch.cat([q for _, q in parts])) for name, parts in found.items()}
+
+
+def fit_logistic(lse: Tensor, q: Tensor, target: Tensor, weights: Tensor) -> tuple[Tensor, float]:
+    """w (width,) and b of the logistic regression with the logits lse - b - w . q, in float64."""
+    mean, spread = q.mean(0), q.std(0) + 1e-6
+    unit = (q - mean) / spread
+    found = torch.zeros(q.shape[1] + 1, dtype=torch.float64, requires_grad=True)
+    solver = torch.optim.LBFGS([found], max_iter=400, line_search_fn="strong_wolfe")
+
+    def loss() -> Tensor:
+        found.grad = None
+        logits = lse - found[-1] - unit @ found[:-1]
+        entropy = F.binary_cross_entropy_with_logits(logits, target, weights, reduction="sum")
+        total = entropy + RIDGE * found[:-1].square().sum()
+        total.backward()
+        return total
+
+    with torch.enable_grad():
+        solver.step(loss)
+    w = found[:-1].detach() / spread
+    return w, float(found[-1].detach() - mean @ w)

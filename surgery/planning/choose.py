@@ -7,7 +7,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from surgery.errors import UserError
-from surgery.planning.calibrate import calibrate
+from surgery.planning.calibrate import calibrate, fit_queries
+from surgery.probes import make_probe, training_options
 from surgery.probes.encoded import encode
 from surgery.probes.question import Question
 from surgery.probes.scoring import answer
@@ -17,6 +18,7 @@ from surgery.records.recipe import Data, PlanOptions
 from surgery.records.site import Site, merge_sites
 from surgery.runtime.progress import say
 from surgery.splicing.splice import splice
+from surgery.tuning.examples import data_skills
 from surgery.tuning.text import open_text, text_rows
 
 ROWS, TOKENS = 64, 256  # of text on which null keys are set
@@ -35,8 +37,8 @@ def choose(
     """Which sites become attention, and how it starts.
 
     The leading units of the ranking, or options.sites; for heads with null keys such that the grafts act on options.share of
-    data.train_text. questions: for options.heads "auto", ones that the ranking has not seen. Raises UserError for sites that
-    the ranking does not have, and for a model without heads that attention could help.
+    data.train_text. questions: for options.heads "auto" and for options.keep_skills, ones that the ranking has not seen. Raises
+    UserError for sites that the ranking does not have, and for a model without heads that attention could help.
     """
     options, data = options or PlanOptions(), data or Data()
     units = [each for each in ranking.heads if each.kind == "ssm"]
@@ -49,13 +51,14 @@ def choose(
         known = {f"L{each.site.layer}" for each in units}
         if strays := [str(site) for site in options.sites if f"L{site.layer}" not in known]:
             raise UserError(f"plan.sites: the ranking has no SSM head in {strays[0]}")
-        return make_plan(model, tokenizer, options.sites, starts, options, data, seed)
+        return make_plan(model, tokenizer, options.sites, starts, options, data, seed, questions=questions)
     if options.heads != "auto":
         if units[0].slope <= 0:
             say(
                 "no head's attribution is positive: attention would not help on these questions; taking the leading ones anyway"
             )
-        return make_plan(model, tokenizer, [each.site for each in units[: options.heads]], starts, options, data, seed)
+        sites = [each.site for each in units[: options.heads]]
+        return make_plan(model, tokenizer, sites, starts, options, data, seed, questions=questions)
     if not questions:
         raise UserError("plan.heads=auto needs questions that the ranking has not seen; give plan.heads a number")
     return grow_plan(model, tokenizer, units, starts, options, data, seed, questions)
@@ -70,9 +73,10 @@ def make_plan(
     data: Data,
     seed: int,
     rows: Tensor | None = None,
+    questions: Sequence[Question] = (),
 ) -> Plan:
     """A plan of head grafts at these sites, with null keys unless options.share is None. rows: what read_plain_text gave
-    before, for one who makes several plans."""
+    before, for one who makes several plans. questions: for options.keep_skills."""
     merged = merge_sites(sites)
     heads = {name for site in merged for name in site.head_names}
     plan = Plan(
@@ -86,7 +90,14 @@ def make_plan(
     if options.share is None:
         return plan
     rows = read_plain_text(tokenizer, data, ROWS, seed) if rows is None else rows
-    return calibrate(model, plan, rows, options.share)
+    plan = calibrate(model, plan, rows, options.share)
+    if not options.keep_skills:
+        return plan
+    kept = [make_probe(name, tokenizer, **training_options(name, given)) for name, given in data_skills(data)]
+    if not (kept and questions):
+        raise UserError("plan.keep_skills needs other skills (data.skills), and questions that the ranking has not seen")
+    skills = [question for probe in kept for question in probe.questions(len(questions), seed)]
+    return fit_queries(model, plan, encode(tokenizer, questions), encode(tokenizer, skills), rows)
 
 
 def read_plain_text(tokenizer: PreTrainedTokenizerBase, data: Data, rows: int, seed: int) -> Tensor:
@@ -115,7 +126,7 @@ def grow_plan(
         sites = [*(plan.sites if plan else ()), unit.site]
         if plan is not None and sum(len(site.heads) for site in plan.sites) >= options.max_heads * len(unit.site.heads):
             break
-        tried = make_plan(model, tokenizer, sites, starts, options, data, seed, rows)
+        tried = make_plan(model, tokenizer, sites, starts, options, data, seed, rows, questions)
         loss = float(answer(splice(model, tried).eval(), tokenizer, encoded, what=str(unit.site)).loss.mean())
         if plan is not None and best - loss < options.least_gain:
             passed += 1

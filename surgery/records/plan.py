@@ -17,6 +17,8 @@ class Start(Record):
     """The factor of its scores (an inverse temperature); it is trained."""
     null: float | None = None
     """The logit of its null key, in nats; None: there is none, and attention acts at every token."""
+    null_query: tuple[float, ...] = ()
+    """w: for a query q of the head, sigma and tau included, the null key's logit is null + w . q. Empty: null alone."""
 
 
 class Plan(Record):

@@ -95,6 +95,9 @@ class PlanOptions(Record):
     share: Annotated[float, Field(gt=0, lt=1)] | None = 0.01
     """The share of plain text on which a graft may act: its null key is set so that this is the mean open share on
     data.train_text. null: no null key; attention acts at every token, as up to version 0.30. For kind head."""
+    keep_skills: bool = False
+    """Null keys read the query: they are fitted to be open at the answers that locate.probe asks for, and closed on text and on
+    questions about the other skills (data.skills). For kind head."""
     closed_below: Annotated[float, Field(ge=0, lt=1)] = 0.02
     """In inference a graft whose open share is below this value leaves its head exactly as the base has it. For kind head."""
     width: Annotated[int, Field(ge=1, le=2**14, strict=True)] | None = None
@@ -111,6 +114,8 @@ class PlanOptions(Record):
         for site in self.sites or ():
             if bool(site.heads) != (self.kind == "head"):
                 raise ValueError(f"sites: {site} {'names' if site.heads else 'needs'} heads, and plan.kind is {self.kind}")
+        if self.keep_skills and (self.share is None or self.kind != "head"):
+            raise ValueError("keep_skills: is for heads with null keys, which plan.share sets")
         if self.donor is not None and self.kind != "layer":
             raise ValueError("donor: is for plan.kind=layer; heads start from their own weights")
         return self

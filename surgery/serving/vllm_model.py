@@ -72,10 +72,12 @@ class ServedHeads(nn.Module):
         self.log_tau = nn.Parameter(torch.zeros(count))
         self.gate = nn.Parameter(torch.zeros(count)) if is_gated(spec) else None
         self.null = nn.Parameter(torch.zeros(count)) if spec.get("null") else None
+        self.null_query = nn.Parameter(torch.zeros(count, self.width)) if spec.get("null_query") else None
 
     def split(self, qk: Tensor) -> tuple[Tensor, Tensor]:
         """qk (tokens, channels) -> q and k (tokens, heads, width), such that q . k is the score."""
         q, k = qk.view(len(qk), 2, -1, self.width).unbind(1)
+        k = k if self.null_query is None else k - self.null_query.to(k.dtype)
         return q * (self.signs * self.log_tau.float().exp())[:, None].to(q.dtype), k
 
 

@@ -126,6 +126,8 @@ def describe(hybrid: Any, site: Site, plan: Plan) -> dict[str, Any]:
         "null": any(each.null is not None for each in starts),
         "closed_below": plan.closed_below,
     }
+    if any(each.null_query for each in starts):
+        entry["null_query"] = True
     if issubclass(mixer.graft_class, ChannelGraft):  # channels that start alike share a query-key pair
         pairs: dict[Start, list[int]] = {}
         for place, each in enumerate(starts):
@@ -149,6 +151,12 @@ def start(mixer: Any, plan: Plan) -> None:
     graft.gate.fill_(plan.gate)
     if graft.null is not None:
         graft.null.copy_(torch.tensor([ABSENT if each.null is None else each.null / NATS for each in starts]))
+    for row, each in enumerate(starts if graft.null_query is not None else ()):
+        if len(each.null_query) > graft.width:
+            raise UserError(
+                f"L{layer}: the plan's null_query has {len(each.null_query)} numbers; its queries have {graft.width}"
+            )
+        graft.null_query[row, : len(each.null_query)] = torch.tensor(each.null_query)
     random = torch.Generator().manual_seed(plan.seed * 1009 + layer)
     rows = mixer.query_key_rows(dense)
     half = len(starts) * graft.width

@@ -10,11 +10,13 @@ from torch import Tensor
 from surgery.modeling.delta import SHARPNESS, DeltaMixer
 from surgery.modeling.delta_reference import EPS
 from surgery.modeling.graft import NATS
+from surgery.records.plan import Start
 from tests.surgery.modeling import stock_bases
 from tests.surgery.modeling.bases import BASES, make_hybrid, make_rows
 
 FAMILIES = pytest.mark.parametrize("name", BASES)
 DELTA = ("qwen3_next", "kimi_linear")
+READS = {"L1.H3": Start(sign=-1, tau=0.8, null=0.5, null_query=(0.4, -0.3, 0.2))}
 
 
 def plain_queries_and_keys(mixer: Any, hidden: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -52,8 +54,10 @@ def plain_graft(mixer: Any, hidden: Tensor, streams: Any, y: Tensor) -> Tensor:
             if graft.time_step:
                 scores = scores + streams.write[:, : t + 1, head].log()
             if graft.null is not None:
-                b = NATS * graft.null[pair]
-                scores = torch.cat([scores, b.expand(len(scores), 1)], 1)
+                b = (NATS * graft.null[pair]).expand(len(scores), 1)
+                if graft.null_query is not None:
+                    b = b + (sigma * tau * q[:, t, pair] @ graft.null_query[pair])[:, None]
+                scores = torch.cat([scores, b], 1)
             p = scores.softmax(-1)
             m = 1 - p[:, -1:] if graft.null is not None else torch.ones_like(p[:, :1])
             x = streams.x[:, : t + 1, head]
@@ -66,9 +70,11 @@ def plain_graft(mixer: Any, hidden: Tensor, streams: Any, y: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("name", [*BASES, *DELTA])
-@pytest.mark.parametrize("null", [None, 0.5], ids=["without", "null-key"])
-def test_graft_is_its_formula_with_all_gradients(name: str, null: float | None) -> None:
-    mixer = (stock_bases.make_hybrid if name in DELTA else make_hybrid)(name, null).mixer_at(1)
+@pytest.mark.parametrize(
+    ("null", "more"), [(None, {}), (0.5, {}), (0.5, {"starts": READS})], ids=["without", "null-key", "reads-query"]
+)
+def test_graft_is_its_formula_with_all_gradients(name: str, null: float | None, more: dict[str, Any]) -> None:
+    mixer = (stock_bases.make_hybrid if name in DELTA else make_hybrid)(name, null, **more).mixer_at(1)
     hidden = torch.randn(2, 13, mixer.hidden_size, dtype=torch.float64)
     directions: Tensor | None = None
     results = []

@@ -4,9 +4,11 @@ import pytest
 import torch
 
 from surgery.errors import UserError
-from surgery.planning.calibrate import calibrate, solve_null
-from surgery.planning.choose import choose, make_plan
+from surgery.modeling.graft import watched
+from surgery.planning.calibrate import calibrate, fit_queries, solve_null
+from surgery.planning.choose import choose, make_plan, read_plain_text
 from surgery.probes import make_probe
+from surgery.probes.encoded import encode
 from surgery.records.plan import Plan, Start
 from surgery.records.ranking import Estimate, HeadScore, Ranking
 from surgery.records.recipe import Data, PlanOptions
@@ -56,6 +58,32 @@ def test_untrained_grafts_are_open_on_their_share(family, share):
 def test_a_null_key_is_solved_for_its_share(share):
     lse = torch.randn(4000, generator=torch.Generator().manual_seed(1)).double() * 10
     assert float((lse - solve_null(lse, share)).sigmoid().mean()) == pytest.approx(share, rel=0.01)
+
+
+@pytest.mark.parametrize("family", ["mamba2", "mamba"])
+def test_null_keys_that_read_the_query_tell_questions_apart(family):
+    base = toy_base(family, dtype=torch.float32)
+    plan = Plan(sites=("L0.H1,2", "L1.H3"), starts={name: Start(tau=0.5) for name in ("L0.H1", "L0.H2", "L1.H3")}, gate=0.0)
+    wanted, kept = (
+        encode(TOKENIZER, make_probe(name, **given).questions(24, 1)) for name, given in (("kv", {"pairs": 8}), ("choice", {}))
+    )
+    rows = read_plain_text(TOKENIZER, Data(), 8, 1)
+    fitted = fit_queries(base, plan, wanted, kept, rows)
+    assert all(len(start.null_query) >= 8 and start.tau == 0.5 for start in fitted.starts.values())
+    hybrid, shares = splice(base, fitted).eval(), list[torch.Tensor]()
+    with watched([hybrid.mixer_at(layer).graft for layer in (0, 1)], lambda _, m: shares.append(m)), torch.no_grad():
+        hybrid(input_ids=wanted.padded(), use_cache=False)
+        hybrid(input_ids=kept.padded(), use_cache=False)
+    for asked, other in zip(shares[:2], shares[2:], strict=True):
+        assert asked[wanted.mask("query")].mean() > 0.8
+        assert other[:, 8:][kept.mask("everywhere")[:, 8:]].mean() < 0.2
+
+
+@pytest.mark.parametrize("data", [Data(), Data(skills=())])
+def test_other_skills_are_kept_apart_by_questions_and_skills_alone(base, data):
+    questions = make_probe("kv", pairs=4).questions(8, 1) if not data.skills else ()
+    with pytest.raises(UserError):
+        choose(base, TOKENIZER, LEADING, PlanOptions(keep_skills=True), data, questions=questions)
 
 
 def test_the_leading_units_are_chosen(base):
