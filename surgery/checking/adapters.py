@@ -8,6 +8,7 @@ the model is small itself; what the adapters would cover is counted on the whole
 
 import copy
 import re
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -69,17 +70,20 @@ def check_adapters(model: PreTrainedModel | PreTrainedConfig, lora: str | Path) 
         with torch.device("meta"):
             whole = AutoModelForCausalLM.from_config(config)
         tried = random_model(shrink(config))
-    try:  # together, as they are given: some may only be adapted with others
-        adapted = _with_adapters(whole, options, targets), _with_adapters(tried, options, targets)
-        return _rows(targets, *adapted)
-    except ValueError:
-        return [_alone(target, options, whole, tried) for target in targets]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:  # together, as they are given: some may only be adapted with others
+            return _rows(targets, *_both(whole, tried, options, targets))
+        except ValueError:
+            return [_alone(target, options, whole, tried) for target in targets]
 
 
 def _read_options(lora: str | Path) -> tuple[LoraConfig, list[str]]:
     """The options of the adapters, and the names or the pattern of their modules."""
+    if Path(lora).is_dir() and not (Path(lora) / "adapter_config.json").is_file() and str(lora).strip():
+        raise UserError(f"{lora} holds no adapter: there is no adapter_config.json")
     if not (Path(lora) / "adapter_config.json").is_file():
-        names = [name.strip() for name in str(lora).split(",") if name.strip()]
+        names = list(dict.fromkeys(name.strip() for name in str(lora).split(",") if name.strip()))
         if not names or not all(re.fullmatch(r"[\w.-]+", name) for name in names):
             raise UserError(f"--lora takes names of modules, e.g. in_proj,out_proj, or the folder of an adapter, not '{lora}'")
         return LoraConfig(), names
@@ -91,6 +95,18 @@ def _read_options(lora: str | Path) -> tuple[LoraConfig, list[str]]:
         raise UserError(f"the adapter in {lora} is of the kind {options.peft_type}; only LoRA is checked")
     targets: Any = options.target_modules or []
     return options, [targets] if isinstance(targets, str) else sorted(targets)
+
+
+def _both(
+    whole: PreTrainedModel, tried: PreTrainedModel, options: LoraConfig, targets: list[str]
+) -> tuple[nn.Module, nn.Module]:
+    """Both with adapters. Where layers are given by number, which the small model may lack, it has the same modules in all."""
+    adapted = _with_adapters(whole, options, targets)
+    if tried is not whole and (options.layers_to_transform is not None or any(re.search(r"\d", each) for each in targets)):
+        options = copy.deepcopy(options)
+        options.layers_to_transform = options.layers_pattern = None
+        targets = sorted({re.sub(r"^.*?\.\d+\.", "", name) for name in _adapted(adapted)})
+    return adapted, _with_adapters(tried, options, targets)
 
 
 def _with_adapters(model: PreTrainedModel, options: LoraConfig, targets: list[str]) -> nn.Module:
@@ -105,7 +121,7 @@ def _with_adapters(model: PreTrainedModel, options: LoraConfig, targets: list[st
 
 def _alone(target: str, options: LoraConfig, whole: PreTrainedModel, tried: PreTrainedModel) -> Coverage:
     try:
-        (row,) = _rows([target], _with_adapters(whole, options, [target]), _with_adapters(tried, options, [target]))
+        (row,) = _rows([target], *_both(whole, tried, options, [target]))
     except ValueError as error:
         line = " ".join(str(error).split())
         missing = "not found" in line or "No modules" in line
@@ -126,7 +142,12 @@ def _rows(targets: list[str], whole: Any, tried: Any) -> list[Coverage]:
         found = ", ".join(_short(other))
         return [
             *rows,
-            _row(f"{','.join(rest)} ({found})", whole, without, lambda name: not any(_matches(name, t) for t in named)),
+            _row(
+                f"{','.join(rest) or 'target_parameters'} ({found})",
+                whole,
+                without,
+                lambda name: not any(_matches(name, t) for t in named),
+            ),
         ]
     return rows + [Coverage(target, 0, 0, _depth(whole), 0.0) for target in rest]
 
@@ -135,10 +156,10 @@ def _row(target: str, whole: Any, without: dict[str, bool], belongs: Callable[[s
     total = sum(p.numel() for name, p in whole.named_parameters() if "lora_" not in name)
     matched = {name: module for name, module in _adapted(whole).items() if belongs(name)}
     layers = {found[1] for name in matched if (found := re.search(r"\.(\d+)\.", name))}
-    weights = sum(p.numel() for module in matched.values() for p in module.get_base_layer().parameters())
-    dead = [name for name in without if belongs(name)]
+    own = {id(p): p.numel() for module in matched.values() for p in module.get_base_layer().parameters()}  # wrappers nest
+    dead = [name for name in without if {*_short([name])} <= {*_short([*matched])}]
     bypassed = [name for name in dead if without[name]]
-    return Coverage(target, len(matched), len(layers), _depth(whole), weights / total, _short(dead), _short(bypassed))
+    return Coverage(target, len(matched), len(layers), _depth(whole), sum(own.values()) / total, _short(dead), _short(bypassed))
 
 
 def _short(names: list[str]) -> tuple[str, ...]:

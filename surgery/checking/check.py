@@ -172,9 +172,14 @@ def open_model(name: str | Path, trust_remote_code: bool = False) -> PreTrainedM
     if (folder / load.PATCH).is_file() or load.original.is_original(load.read_content(folder)):
         return load.load(name, dtype="stored", device="cpu", trust_remote_code=trust_remote_code).model
     config = load.read_config(folder, trust_remote_code)
+    if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
+        raise UserError(f"{name} holds no weights; `surgery check --architecture {name}` asks its configuration alone")
     try:
-        return AutoModelForCausalLM.from_pretrained(
-            folder, config=config, dtype="auto", trust_remote_code=trust_remote_code
-        ).eval()
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder, config=config, dtype="auto", trust_remote_code=trust_remote_code, output_loading_info=True
+        )
     except Exception as error:
         raise UserError(f"cannot load {name}: {load.one_line(error)}") from error
+    if lost := sorted(loaded[1]["missing_keys"]):
+        raise UserError(f"cannot load {name}: its files lack the weight '{lost[0]}'")
+    return loaded[0].eval()

@@ -53,6 +53,7 @@ SIZES = {
     "index_kpool": 4,
     "ffn_round_up_to_multiple_of": 8,
 }
+HEADS_OF = {"mamba_n_heads": "mamba_d_head", "num_heads": "head_dim", "n_mamba_heads": "mamba_headdim"}  # and their width
 DEPTHS = ("num_hidden_layers", "num_blocks")
 LISTS = ("layer_types", "layers_block_type", "mlp_layer_types", "indexer_types")  # one entry a layer
 EXTRA_LAYERS = 1  # beyond one of each kind: a second recurrent layer sees the state of a first
@@ -112,14 +113,16 @@ def read_config(source: str | Path, *, trust_remote_code: bool = False) -> PreTr
             return AutoConfig.from_pretrained(path.parent if trust_remote_code else path, trust_remote_code=trust_remote_code)
         if not path.exists() and str(source) in _known_types():
             return AutoConfig.for_model(str(source), **DEFAULTS.get(str(source), {}))
-        if not path.exists() and "/" not in str(source):
+        if not path.exists() and (path.suffix == ".json" or (path.parent != Path() and path.parent.is_dir())):
+            raise UserError(f"there is no file or folder {source}")
+        if not path.exists() and path.parent == Path():
             close = difflib.get_close_matches(str(source), _known_types(), n=1)
             raise UserError(f"there is no model type '{source}'" + (f"; did you mean {close[0]}?" if close else ""))
         return AutoConfig.from_pretrained(str(source), trust_remote_code=trust_remote_code)
     except UserError:
         raise
     except Exception as error:
-        line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        line = " ".join(str(error).split())[:300] or type(error).__name__
         raise UserError(f"no configuration of {source}: {line}") from error
 
 
@@ -133,22 +136,30 @@ def shrink(config: PreTrainedConfig) -> PreTrainedConfig:
     """The same architecture with a few small layers. Raises UserError where no small configuration can be made."""
     config = config.get_text_config(decoder=True)
     fields = {name: value for name, value in config.to_dict().items() if name not in DERIVED + MARKS}
+    if fields.get("hidden_size", HIDDEN + 1) <= HIDDEN and "embedding_dim" not in fields:
+        return _as_config(config, fields | _fewer_layers(fields))
     small = {name: _smaller(name, value) for name, value in fields.items()}
     if small.get("num_key_value_heads") and fields["num_key_value_heads"] == fields.get("num_attention_heads"):
         small["num_key_value_heads"] = small["num_attention_heads"]
     if fields.get("linear_num_key_heads") and fields["linear_num_key_heads"] == fields["linear_num_value_heads"]:
         small["linear_num_key_heads"] = small["linear_num_value_heads"]
     expand = fields.get("expand", fields.get("mamba_expand"))
-    if isinstance(expand, int) and fields.get("mamba_d_ssm") is None:
-        for name in ("mamba_n_heads", "num_heads"):
-            if name in small and config.model_type not in ("xlstm",):
-                small[name] = expand * HIDDEN // WIDTH
-    small |= _fewer_layers(fields) | {n: v for n, v in TYPES.get(config.model_type, {}).items() if n in fields}
-    small |= dict.fromkeys(("bos_token_id", "eos_token_id")) | {"pad_token_id": 0}
+    if isinstance(expand, int) and fields.get("mamba_d_ssm") is None and config.model_type != "xlstm":
+        for heads, width in HEADS_OF.items():
+            if heads in small:
+                small[heads] = expand * HIDDEN // (small[width] if isinstance(small.get(width), int) else WIDTH)
+    return _as_config(
+        config, small | _fewer_layers(fields) | {n: v for n, v in TYPES.get(config.model_type, {}).items() if n in fields}
+    )
+
+
+def _as_config(config: PreTrainedConfig, fields: dict[str, Any]) -> PreTrainedConfig:
+    fields |= dict.fromkeys(("bos_token_id", "eos_token_id")) | {"pad_token_id": 0}
     try:
-        return type(config)(**small)
+        return type(config)(**fields)
     except Exception as error:
-        raise UserError(f"cannot make a small configuration of '{config.model_type}': {str(error).splitlines()[0]}") from error
+        reason = " ".join(str(error).split())
+        raise UserError(f"cannot make a small configuration of '{config.model_type}': {reason}") from error
 
 
 def _smaller(name: str, value: Any) -> Any:

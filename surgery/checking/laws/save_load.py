@@ -4,6 +4,7 @@ import tempfile
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
@@ -25,6 +26,10 @@ def cases(s: Subject):
                 source.save_pretrained(folder, max_shard_size="200KB")
                 again: Any = prepared(AutoModelForCausalLM.from_pretrained(folder, dtype=source.dtype))
                 again = again.to(s.dtype)
+        except (OSError, SafetensorError) as error:
+            if getattr(error, "errno", None) is None and "I/O" not in str(error):
+                raise
+            raise NotApplicable(f"there is no room for it in a temporary folder: {error}") from error
         finally:
             (logging.enable_progress_bar if shown else logging.disable_progress_bar)()
         with torch.no_grad(), s.precision():

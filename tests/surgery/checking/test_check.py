@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig
+from safetensors.torch import save_file
 from transformers import AutoConfig
 
 from surgery.checking.adapters import check_adapters
@@ -58,6 +59,34 @@ def test_every_wrong_cell_of_the_table_has_a_script():
     asked = json.loads(table.RECORD.read_text())["architectures"]
     wrong = {(name, law) for name, found in asked.items() for law, cell in found["laws"].items() if cell["verdict"] == "wrong"}
     assert wrong == table.find_scripts().keys()
+
+
+@pytest.mark.parametrize("hidden", [48, 96])
+@pytest.mark.parametrize("width", [8, "auto"])
+def test_sizes_that_are_no_multiple_of_the_small_ones(hidden, width):
+    heads = 2 * hidden // (8 if width == 8 else 16)
+    options = {"mamba_n_heads": heads, "mamba_d_head": width, "num_attention_heads": 8, "num_key_value_heads": 2}
+    config = AutoConfig.for_model("bamba", hidden_size=hidden, mamba_n_groups=2, attn_layer_indices=[2], **options)
+    ids = torch.arange(20)[None]
+    assert random_model(shrink(config))(input_ids=ids).logits.isfinite().all()
+
+
+def test_a_folder_that_lacks_a_weight_is_refused(tmp_path):
+    model = random_model(shrink(read_config("mamba2")))
+    model.config.save_pretrained(tmp_path)
+    with pytest.raises(UserError):
+        check(tmp_path, only=("batch",))
+    weights = model.state_dict()
+    del weights["backbone.layers.1.mixer.in_proj.weight"]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError):
+        check(tmp_path, only=("batch",))
+
+
+@pytest.mark.parametrize("source", ["mamab2", "config.json", "checkpoints/tiny-mamba3"])
+def test_what_is_no_architecture_is_refused(source):
+    with pytest.raises(UserError):
+        read_config(source)
 
 
 def test_foreign_code_does_not_run(tmp_path):
@@ -139,6 +168,23 @@ def test_the_folder_of_an_adapter(tmp_path):
     assert [(row.target, row.is_wrong) for row in rows] == [("in_proj", False), ("x_proj", False)]
     with pytest.raises(UserError):
         check_adapters(shrink(read_config("mamba")), tmp_path / "none")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError):
+        check_adapters(shrink(read_config("mamba")), tmp_path / "empty")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"target_modules": ["in_proj", "dt_proj"], "layers_to_transform": [20, 21]},
+        {"target_modules": [f"backbone.layers.{layer}.mixer.{name}" for name in ("in_proj", "dt_proj") for layer in (20, 21)]},
+    ],
+)
+def test_an_adapter_of_layers_that_the_small_model_lacks(tmp_path, options):
+    LoraConfig(**options).save_pretrained(tmp_path)
+    rows = check_adapters(AutoConfig.for_model("mamba", hidden_size=2048), tmp_path)
+    assert sum(row.modules for row in rows if not row.is_wrong) == 2
+    assert all(row.bypassed for row in rows if "dt_proj" in row.target)
 
 
 COUNTED = [name for name in TYPES if name not in ("recurrent_gemma", "xlstm")]  # xLSTM shares a tensor between layers
