@@ -55,32 +55,37 @@ def measure(name: str, seed: int) -> dict:
 
 
 def draw(entries: list[dict]) -> None:
-    """Gain with 64 pairs against the divergence from the base on text, a panel a base."""
+    """Accuracy with 64 pairs, and in multiple choice, against the divergence from the base on text; a column a base."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     entries = [entry for entry in entries if entry["seed"] == SEEDS[0]]
-    figure, panels = plt.subplots(1, len(entries), figsize=(6.4 * len(entries), 3.8), squeeze=False, layout="constrained")
-    for axes, entry in zip(panels[0], entries, strict=True):
+    fitted = json.loads((HERE / "skills.json").read_text())["bases"] if (HERE / "skills.json").exists() else {}
+    figure, panels = plt.subplots(2, len(entries), figsize=(3.6 * len(entries), 6.4), sharex=True, squeeze=False)
+    least, marks = 1e-9, dict(zip(GATES, "sDo^v", strict=True))
+    for column, entry in zip(panels.T, entries, strict=True):
         models = entry["report"]["models"]
-        for model in GATES:
-            kl, accuracy = models[model]["on_text"]["kl"]["mean"], models[model]["results"]["kv.64"]["mean"]
-            kept, scalar = models[model]["results"]["multiple_choice"]["mean"], model.startswith("scalar")
-            axes.plot(kl, accuracy, "s" if scalar else "o", color="#d55e00" if scalar else "#0072b2", markersize=8)
-            label = f"{model.removeprefix('null key, ')}\nmultiple choice {kept:.2f}"
-            axes.annotate(
-                label,
-                (kl, accuracy),
-                (0, 10 if model in ("scalar 1", "null key, share 0.01, g 1") else -30),
-                textcoords="offset points",
-                fontsize=8,
-            )
-        axes.axhline(models["base"]["results"]["kv.64"]["mean"], color="#6b7280", linestyle="--", linewidth=1)
-        axes.set(xscale="log", xlim=(1e-5, 1e-1), ylim=(0, 1.1), xlabel="KL from the base on text, nats a token")
-        axes.set_title(f"{entry['base']}: null key (blue), scalar gate (orange), base (dashed)", fontsize=10)
+        for axes, what in zip(column, ("kv.64", "multiple_choice"), strict=True):
+            for gate, mark in marks.items():
+                kl, colour = models[gate]["on_text"]["kl"]["mean"], "#d55e00" if gate.startswith("scalar") else "#0072b2"
+                accuracy = models[gate]["results"][what]["mean"]
+                axes.plot(max(kl, least), accuracy, mark, color=colour, markersize=8, label=gate, linestyle="")
+            if (reads := fitted.get(entry["base"], {}).get("fitted")) is not None:
+                kl, accuracy = reads["on_text"]["kl"]["mean"], reads[what]["mean"]
+                label = "null key that reads the query, g 1"
+                axes.plot(max(kl, least), accuracy, "*", color="#009e73", markersize=13, label=label, linestyle="")
+            base = models["base"]["results"][what]["mean"]
+            axes.axhline(base, color="#6b7280", linestyle="--", linewidth=1, label="base")
+            axes.set(xscale="log", xlim=(least / 2, 1), ylim=(-0.02, 1.05))
+        column[0].set_title(f"{entry['base']}, {', '.join(entry['sites'])}", fontsize=10)
+        column[1].set_xlabel(f"KL from the base on text, nats a token\n(less is drawn at {least:g})", fontsize=8)
     panels[0][0].set_ylabel("accuracy, 64 pairs")
+    panels[1][0].set_ylabel("accuracy, multiple choice")
+    handles, labels = panels[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="lower center", ncols=4, fontsize=9, frameon=False)
+    figure.tight_layout(rect=(0, 0.08, 1, 1))
     figure.savefig(HERE / "gate.png", dpi=130)
 
 

@@ -1,0 +1,135 @@
+"""What tells a match that the base needs for itself, in multiple choice, from one that the user wants, in a dictionary?
+
+    python recipes/evidence/gate/skills.py
+
+At the last token of training questions of both kinds, of a base without grafts: how well the log-sum-exp of a located head's
+scores tells them apart (a constant null key can do no better), and how well a linear function of the query does, fitted on
+other questions. Then grafts with g = 1 and a null key whose logit is b + w . q for the query q:
+
+- zero: w starts at 0, and learns with the KL divergence on skills; beside it the same divergence with a constant null key;
+- fitted: plan.keep_skills, where b and w are a logistic regression, in which a graft is open at the answers of training
+  dictionaries, and closed on text and on training questions of the other skills; before tuning, and tuned without the
+  divergence on skills.
+
+gate.json has the same heads and questions with a constant null key. Finished cells of skills.json are kept.
+"""
+
+import json
+from pathlib import Path
+
+import torch
+from gate import BASES, ROOT, SEEDS, TUNE
+from torch import Tensor, nn
+
+import surgery
+from surgery.evaluation.gate import measure_on_text
+from surgery.evaluation.statistics import estimate
+from surgery.evaluation.texts import open_held_out
+from surgery.modeling.graft import Graft
+from surgery.planning.calibrate import read_matches
+from surgery.probes import make_probe
+from surgery.probes.encoded import encode
+from surgery.probes.scoring import answer
+from surgery.records.record import installed_version
+from surgery.runtime.files import write_text
+from surgery.splicing.splice import adopt
+
+RECORD = Path(__file__).parent / "skills.json"
+WAYS = {  # name -> weight of the KL divergence on skills, how the null key reads the query, whether it is tuned
+    "skill KL": (1.0, None, True),
+    "query and skill KL": (1.0, "zero", True),
+    "fitted, untrained": (0.0, "fitted", False),
+    "fitted": (0.0, "fitted", True),
+}
+KINDS = {"dictionary": ("kv", {"pairs": 64, "keys": "seen"}), "multiple choice": ("choice", {"part": "tune"})}
+ASKED = {
+    "kv.64": ("kv", {"pairs": 64, "keys": "seen"}),
+    "kv_unseen.64": ("kv", {"pairs": 64, "keys": "unseen"}),
+    "multiple_choice": ("choice", {"part": "bench"}),
+    "knowledge": ("knowledge", {"part": "bench"}),
+}
+QUESTIONS, LIMIT = 128, 300  # of each kind, for the overlap; of each measurement
+ROWS, LENGTH = 64, 256  # of held-out text
+SLOPE = 20.0  # of the query's part of the null key, as graft.NATS of its constant
+
+
+def read_query(graft: Graft) -> None:
+    """Add w . q, with w = 0 at first, to the logit of the null key: the same as to move all keys by -w."""
+    graft.slope = nn.Parameter(torch.zeros(len(graft.signs), graft.width))
+    sharpen = graft.sharpen
+
+    def moved(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        q, k = sharpen(q, k)
+        return q, k - SLOPE * graft.slope[:, None]
+
+    graft.sharpen = moved  # type: ignore[method-assign]
+
+
+def auc(high: Tensor, low: Tensor) -> float:
+    """The probability that one of `high` is above one of `low`."""
+    return float((high[:, None] > low).double().mean() + (high[:, None] == low).double().mean() / 2)
+
+
+def overlap(base, tokenizer, plan, seed: int) -> dict:
+    """Head -> medians of both kinds' log-sum-exp, and how well it, and a linear function of the query, tell them apart."""
+    closed, read = surgery.splice(base, plan.model_copy(update={"gate": 0.0})).eval(), {}
+    for kind, (probe, options) in KINDS.items():
+        encoded = encode(tokenizer, make_probe(probe, tokenizer, **options).questions(QUESTIONS, seed))
+        read[kind] = read_matches(closed, encoded.padded(), encoded.mask("query"), 8)
+    result = {}
+    for head in plan.starts:
+        (lse, q), (other_lse, other_q) = (each[head] for each in read.values())
+        fitted, tested = ([each[half::2] for each in (q, other_q)] for half in (0, 1))
+        spread = sum(each.T.cov() for each in fitted)
+        ridge = 1e-3 * spread.trace() / len(spread) * torch.eye(len(spread), dtype=spread.dtype)
+        direction = torch.linalg.solve(spread + ridge, fitted[0].mean(0) - fitted[1].mean(0))  # Fisher's
+        result[head] = {
+            "medians": {kind: float(each[head][0].median()) for kind, each in read.items()},
+            "auc_log_sum_exp": auc(lse, other_lse),
+            "auc_query": auc(tested[0] @ direction, tested[1] @ direction),
+        }
+    return result
+
+
+def measure(base, tokenizer, plan, way: str, seed: int) -> dict:
+    """One way: accuracy of every measurement with its interval."""
+    skill_weight, start, is_tuned = WAYS[way]
+    hybrid = surgery.splice(base, plan)
+    for graft in (hybrid.mixer_at(site.layer).graft for site in plan.sites if start == "zero"):
+        read_query(graft)
+    if is_tuned:
+        surgery.tune(hybrid, tokenizer, TUNE.model_copy(update={"skill_weight": skill_weight}), seed=seed, name=way)
+    asked = {name: make_probe(probe, tokenizer, **o).questions(LIMIT, seed + 10_000) for name, (probe, o) in ASKED.items()}
+    found = {
+        name: estimate(answer(hybrid.eval(), tokenizer, questions, what=name).correct.astype(float)).model_dump()
+        for name, questions in asked.items()
+    }
+    rows, owner = open_held_out(tokenizer, surgery.Data(), ROWS * LENGTH, seed + 10_000).rows(ROWS, LENGTH)
+    return found | {"on_text": measure_on_text(adopt(base).eval(), hybrid.eval(), rows, owner, 16).model_dump()}
+
+
+def main() -> None:
+    seed = SEEDS[0]
+    cells = {"version": installed_version("mamba-surgery"), "seed": seed, "bases": {}}
+    cells = json.loads(RECORD.read_text()) if RECORD.exists() else cells
+    for name in ("tiny-skills", "tiny-letters"):
+        base, tokenizer = surgery.load(str(ROOT / "checkpoints" / name))
+        kept = cells["bases"].setdefault(name, {})
+        pairs, units = BASES[name]
+        probe = make_probe("kv", tokenizer, pairs=pairs, keys="seen")
+        ranking = None
+        for way in ("overlap", *WAYS):
+            if way in kept:
+                continue
+            options = surgery.Locate(roles=0, options={"pairs": pairs})
+            ranking = ranking or surgery.locate(base, tokenizer, probe.questions(128, seed), options)
+            choice = surgery.PlanOptions(heads=units, gate=1.0, keep_skills=way.startswith("fitted"))
+            unseen = probe.questions(128, seed + 10_007)
+            plan = surgery.choose(base, tokenizer, ranking, choice, surgery.Data(), seed=seed, questions=unseen)
+            given = base, tokenizer, plan
+            kept[way] = overlap(*given, seed) if way == "overlap" else measure(*given, way, seed)
+            write_text(RECORD, json.dumps(cells, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
