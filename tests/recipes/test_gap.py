@@ -20,7 +20,7 @@ def record(scores: dict[str, float], seeds: int = 3) -> list[dict[str, Any]]:
     for seed in range(seeds):
         for name, share in gap.list_cells():
             right = rng.random(200) < scores.get(name, 0.3)
-            results = {asked: gap.pack(right.astype(float), "accuracy") for asked in gap.QUESTIONS}
+            results = {asked: gap.pack(right.astype(float), "accuracy") for asked in (*gap.QUESTIONS, "kv.16")}
             row = {"seed": seed, "model": name, "share": share, "results": results, "trained": 10, "cache_bytes": 2048}
             row |= {"tokens": {"kv": 5, "text": 5}, "cpu_seconds": 1.0}
             rows.append(row | {"provenance": {"packages": {"torch": "2"}, "machine": "a machine"}})

@@ -56,6 +56,7 @@ BASE = {  # the recipe of tiny-skills, cut; the curriculum goes by the step, so 
 WIDTH = 32  # of queries and keys, in twins and in edits
 SHARES = (0.0, 0.001, 0.003, 0.01, 0.03, 0.1)  # of the pretraining tokens
 EQUAL = 0.03  # at which rivals are compared
+LEARNT = 0.5  # of 16 pairs, which a base that has learnt retrieval answers
 TUNE = surgery.Tune(batch_size=8, examples=(Examples(options={"pairs": (16, 64)}),))
 BENCH, DATA = surgery.Bench(pairs=(16, 64), limit=200, windows=32), surgery.Data(skills=("knowledge",))
 QUESTIONS = {"kv.64": "64 pairs", "kv_unseen.64": "64 pairs, new keys", "knowledge": "facts", "text": "loss on text"}
@@ -64,11 +65,12 @@ EDITS = {
     "1 head": "one located head",
     "4 heads": "four located heads",
     "no null key": "two located heads without null keys, so that attention acts everywhere",
+    "with adapters": "two located heads, and adapters on all layers",
 }
 RIVALS = {
     "prompt twice": "the prompt read twice, untrained",
     "more training": "the base's pretraining goes on",
-    "all weights": "all of the base's weights, on what the edit sees",
+    "all weights": "all of the base's weights tuned",
     "same layer": "two random heads of the same layer",
     "adapters": "adapters on all layers, as many numbers as the edit",
     "initial state": "the initial state of every layer tuned",
@@ -160,8 +162,8 @@ class Seed:
         if name.endswith("more training"):
             return self.train_on("twin" if name.startswith("twin") else "base", share)
         tuning, model, teacher = TUNE, None, self.training("base").model
-        if name.endswith(("head", "heads")):
-            model = surgery.splice(self.base, self.plan(int(name[0])))
+        if name.endswith(("head", "heads", "with adapters")):
+            model = surgery.splice(self.base, self.plan(int(name[0]) if name[0].isdigit() else 2))
         elif name == "no null key":
             model = surgery.splice(self.base, self.plan_at(self.plan(2).sites, share=None))
         elif name in ("same layer", "other layer"):
@@ -177,8 +179,9 @@ class Seed:
             teacher = self.training("twin" if name.startswith("twin") else "base").model
             model = copy.deepcopy(teacher).requires_grad_(True)
         note["trained"] = sum(p.numel() for p in trained_parameters(model).values())
-        if name == "adapters":
-            rank, note["trained"] = self.adapters()
+        if name.endswith("adapters"):
+            rank, numbers = self.adapters()
+            note["trained"] += numbers
             tuning = TUNE.model_copy(update={"lora": Lora(target_modules=("in_proj", "out_proj"), r=rank)})
         elif name == "all weights":
             tuning = TUNE.model_copy(update={"learning_rate": 1e-3})
@@ -279,7 +282,7 @@ YARDSTICKS = {
 }
 PAGE = """# How much of the gap does an edit close?
 
-{rival} {beats}: with 64 pairs it scores {theirs}, and the edit {ours}.
+{verdict}: with 64 pairs the rival scores {theirs}, and the edit {ours}.
 The edit is two located heads, tuned on {equal:.0%} of the pretraining tokens. The base scores {base}, and its twin with
 attention at these heads from the first step on {twin}. The share of this gap that the edit closes: {closed}.
 
@@ -289,7 +292,8 @@ Its twins have seen the same tokens in the same order: the script stops if the d
 tokens more, {seen_pairs:,} in dictionaries. {limit} questions of a kind, the same for all models of a seed.
 
 Share closed: (edited - base) / (twin - base). Its 95% interval is Fieller's over seeds; of fewer than three seeds, each has
-its own, over questions. No share is printed where the interval of the gap itself reaches 0.
+its own, over questions. No share is printed where the interval of the gap itself reaches 0. A base has not learnt retrieval if
+it answers less than {learnt:.0%} with 16 pairs: {failed}. It counts like the others.
 
 ![Share of the gap closed, against the tokens of the edit](gap.png)
 
@@ -346,22 +350,31 @@ def mean(rows: list[dict[str, Any]], cell: tuple[str, float], asked: str) -> str
 def write_page(rows: list[dict[str, Any]]) -> str:
     """README.md, from the record: of the seeds whose cells are all measured; if there is none, of the one that has most. Where
     that has no edit, no twin or no rival, it says so and nothing else."""
-    cells, main = list_cells(), ("2 heads", EQUAL)
+    cells, main, base, twin = list_cells(), ("2 heads", EQUAL), ("base", 0.0), ("twin", 0.0)
     counts = Counter(row["seed"] for row in rows)
     seeds = [seed for seed in sorted(counts) if counts[seed] == len(cells)] or [seed for seed, _ in counts.most_common(1)]
     rows = [row for row in rows if row["seed"] in seeds]
     at = {(row["model"], row["share"]): row for row in rows}
     names = {main: "**two located heads**"} | {(name, EQUAL): words for name, words in EDITS.items()}
     rivals = {(name, 0.0 if name == "prompt twice" else EQUAL): words for name, words in RIVALS.items()}
-    if not {main, ("twin", 0.0)} <= at.keys() or not rivals.keys() & at.keys():
+    if not {main, twin} <= at.keys() or not rivals.keys() & at.keys():
         return NOTHING.format(equal=EQUAL, done=len(rows), all=len(cells), next=seeds[0] if seeds else 1)
     best = max((cell for cell in rivals if cell in at), key=lambda cell: mean(rows, cell, "kv.64"))
-    beats = "beats the edit" if mean(rows, best, "kv.64") > mean(rows, main, "kv.64") else "is the strongest rival of the edit"
+    beaten = mean(rows, best, "kv.64") > mean(rows, main, "kv.64")
     tables = [["two located heads, tokens of tuning", *QUESTIONS.values(), "64 pairs, to the layer twin"]]
     for share in SHARES:
         found = [show(shares(rows, ("2 heads", share), asked, "twin")) for asked in QUESTIONS]
         found.append(show(shares(rows, ("2 heads", share), "kv.64", "twin layer")))
         tables.append([f"{share:.1%}" if share else "untrained", *found])
+    tables += [
+        [],
+        ["seed", "base, 16 pairs", "base, 64 pairs", "edit, 64 pairs", "twin, 64 pairs", "share closed, over questions"],
+    ]
+    for seed in seeds:
+        own = [row for row in rows if row["seed"] == seed]
+        figures = [mean(own, *each) for each in ((base, "kv.16"), (base, "kv.64"), (main, "kv.64"), (twin, "kv.64"))]
+        tables.append([str(seed), *figures, show(shares(own, main, "kv.64", "twin"))])
+    failed = [seed for seed in seeds if values(rows, base, "kv.16")[seed].mean() < LEARNT]
     head = ["numbers trained", "cache, 2,048 tokens", "64 pairs", "share closed", "loss on text"]
     tables += [[], [f"{EQUAL:.0%} of the tokens", *head]]
     for cell, words in (names | rivals).items():
@@ -377,15 +390,14 @@ def write_page(rows: list[dict[str, Any]]) -> str:
         lines.append(f"| {' | '.join(line)} |" if line else "")
         if line and not before:
             lines.append("|---" * len(line) + "|")
-    first = at["base", 0.0]
+    first = at[base]
     return PAGE.format(
-        rival=rivals[best][0].upper() + rivals[best][1:],
-        beats=beats,
+        verdict=f"{'A rival beats the edit,' if beaten else 'The edit beats its strongest rival,'} {rivals[best]}",
         theirs=mean(rows, best, "kv.64"),
         ours=mean(rows, main, "kv.64"),
         equal=EQUAL,
-        base=mean(rows, ("base", 0.0), "kv.64"),
-        twin=mean(rows, ("twin", 0.0), "kv.64"),
+        base=mean(rows, base, "kv.64"),
+        twin=mean(rows, twin, "kv.64"),
         closed=show(shares(rows, main, "kv.64", "twin")),
         seeds=f"{len(seeds)} seed{'s' * (len(seeds) > 1)} ({', '.join(map(str, seeds))})",
         cells=f"{len(rows)} of {len(cells) * len(seeds)}",
@@ -395,6 +407,8 @@ def write_page(rows: list[dict[str, Any]]) -> str:
         seen=sum(at[main]["tokens"].values()),
         seen_pairs=at[main]["tokens"]["kv"],
         limit=BENCH.limit,
+        learnt=LEARNT,
+        failed=f"seed {', '.join(map(str, failed))}" if failed else "none",
         tables="\n".join(lines),
         minutes=sum(row["cpu_seconds"] for row in rows) / 60,
         packages=", ".join(f"{name} {version}" for name, version in first["provenance"]["packages"].items()),
@@ -410,17 +424,18 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7.2, 4.2), layout="constrained")
-    for twin, color, words in (("twin", "#0072b2", TWINS["twin"]), ("twin layer", "#d55e00", TWINS["twin layer"])):
+    for twin, color, style in (("twin", "#0072b2", "-"), ("twin layer", "#d55e00", ":")):
         line = []
         for share in SHARES:
             found = shares(rows, ("2 heads", share), "kv.64", twin)[1]
             at, points = max(share, SHARES[1] / 3), [each.mean for each in found.values() if each is not None]
             axes.plot([at] * len(points), points, "o", color=color, alpha=0.5, markersize=5)
             line.append((at, np.mean(points) if points else np.nan))
-        axes.plot(*zip(*line, strict=True), color=color, label=f"twin: {words}")
+        axes.plot(*zip(*line, strict=True), style, color=color, label=f"twin: {TWINS[twin]}")
     axes.axhline(1, color="#6b7280", linestyle="--", linewidth=1)
     axes.set(xscale="log", xlabel="tokens of tuning, as a share of the pretraining tokens", ylabel="share of the gap closed")
     places = [max(share, SHARES[1] / 3) for share in SHARES]
+    axes.set_ylim(min(0, axes.get_ylim()[0]), max(1.1, axes.get_ylim()[1]))
     axes.set_xlim(places[0] / 1.5, places[-1] * 1.5)
     axes.set_xticks(places, ["untrained", *(f"{share:.1%}" for share in SHARES[1:])])
     axes.set_title("64 pairs, two located heads; every seed is a point", fontsize=10)
