@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from surgery.checking.check import open_model
 from surgery.checking.law import rounding
 from surgery.errors import UserError
+from surgery.models.load import find_folder
 
 SCRIPTS = {
     "vllm": ("ask_vllm.py", "vllm"),
@@ -58,7 +59,7 @@ class EngineFinding:
 def check_engine(model: str | Path, engine: str, python: Path, trust_remote_code: bool = False) -> EngineFinding:
     """Compare an engine's answers for a folder with those of transformers. Raises UserError if the engine gives none."""
     live = open_model(model, trust_remote_code).float()
-    return compare_engine(live, Path(model), engine, python)
+    return compare_engine(live, find_folder(model), engine, python)
 
 
 def compare_engine(live: PreTrainedModel, folder: Path, engine: str, python: Path) -> EngineFinding:
