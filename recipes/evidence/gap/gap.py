@@ -286,10 +286,10 @@ PAGE = """# How much of the gap does an edit close?
 The edit is two located heads, tuned on {equal:.0%} of the pretraining tokens. The base scores {base}, and its twin with
 attention at these heads from the first step on {twin}. The share of this gap that the edit closes: {closed}.
 
-{seeds}; {cells} models are measured. A base has {parameters:,} parameters and has seen {tokens:,} tokens,
-{pairs:,} of them in dictionaries of up to 64 pairs.
-Its twins have seen the same tokens in the same order: the script stops if the digests differ. The edit sees {seen:,}
-tokens more, {seen_pairs:,} in dictionaries. {limit} questions of a kind, the same for all models of a seed.
+{seeds}; {cells} models are measured. A base has {parameters:,} parameters and has seen {tokens:,.0f} tokens
+(a mean over seeds), {pairs:,.0f} of them in dictionaries of up to 64 pairs.
+Its twins have seen the same tokens in the same order: the script stops if the digests differ. The edit sees {seen:,.0f}
+tokens more, {seen_pairs:,.0f} in dictionaries. {limit} questions of a kind, the same for all models of a seed.
 
 Share closed: (edited - base) / (twin - base). Its 95% interval is Fieller's over seeds; of fewer than three seeds, each has
 its own, over questions. No share is printed where the interval of the gap itself reaches 0. A base has not learnt retrieval if
@@ -390,6 +390,10 @@ def write_page(rows: list[dict[str, Any]]) -> str:
         lines.append(f"| {' | '.join(line)} |" if line else "")
         if line and not before:
             lines.append("|---" * len(line) + "|")
+    tokens = {}
+    for cell in (base, main):
+        seen = [row["tokens"] for row in rows if (row["model"], row["share"]) == cell]
+        tokens[cell] = np.mean([[sum(each.values()), each["kv"]] for each in seen], axis=0)
     first = at[base]
     return PAGE.format(
         verdict=f"{'A rival beats the edit,' if beaten else 'The edit beats its strongest rival,'} {rivals[best]}",
@@ -402,10 +406,10 @@ def write_page(rows: list[dict[str, Any]]) -> str:
         seeds=f"{len(seeds)} seed{'s' * (len(seeds) > 1)} ({', '.join(map(str, seeds))})",
         cells=f"{len(rows)} of {len(cells) * len(seeds)}",
         parameters=first["trained"],
-        tokens=sum(first["tokens"].values()),
-        pairs=first["tokens"]["kv"],
-        seen=sum(at[main]["tokens"].values()),
-        seen_pairs=at[main]["tokens"]["kv"],
+        tokens=tokens[base][0],
+        pairs=tokens[base][1],
+        seen=tokens[main][0],
+        seen_pairs=tokens[main][1],
         limit=BENCH.limit,
         learnt=LEARNT,
         failed=f"seed {', '.join(map(str, failed))}" if failed else "none",
