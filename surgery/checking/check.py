@@ -113,7 +113,7 @@ def check(
 def check_laws(
     model: PreTrainedModel, *, quick: bool = False, full: bool = False, only: tuple[str, ...] = ()
 ) -> tuple[tuple[Finding, ...], str]:
-    """(the findings, worst first; what the model was run in). quick: only the laws that are asked of every export."""
+    """(the findings, worst first; what the model was run in). quick: only the laws that come first when time is short."""
     subject = subject_of(model, wide=8 * sum(p.numel() for p in model.parameters()) <= WIDE)
     chosen = [
         law

@@ -90,8 +90,8 @@ class Law:
     """One law.
 
     name: as the table has it. protects: what goes wrong for a user where it is broken, in half a line. advice: what to do
-    instead. cases: gives the cases of a subject by name, each a function that returns a Pair. quick: whether it is among those
-    that are asked of every export; slow: whether it is asked only in full.
+    instead. cases: gives the cases of a subject by name, each a function that returns a Pair. quick: whether it
+    comes first when time is short; slow: whether it is asked only in full.
     """
 
     name: str
