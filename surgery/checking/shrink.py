@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from surgery.errors import UserError
 
 HIDDEN, HEADS, WIDTH, STATE, EXPERTS = 64, 4, 16, 16, 4
+MOST = 1024  # of a hidden size that could not be made small
 
 # By the field's name, what it becomes where it is larger.
 SIZES = {
@@ -156,10 +157,15 @@ def shrink(config: PreTrainedConfig) -> PreTrainedConfig:
 def _as_config(config: PreTrainedConfig, fields: dict[str, Any]) -> PreTrainedConfig:
     fields |= dict.fromkeys(("bos_token_id", "eos_token_id")) | {"pad_token_id": 0}
     try:
-        return type(config)(**fields)
+        small = type(config)(**fields)
     except Exception as error:
         reason = " ".join(str(error).split())
         raise UserError(f"cannot make a small configuration of '{config.model_type}': {reason}") from error
+    if max(getattr(small, "hidden_size", 0), fields.get("d_model", 0)) > MOST:
+        raise UserError(
+            f"cannot make a small configuration of '{config.model_type}': its sizes have names that are not known here"
+        )
+    return small
 
 
 def _smaller(name: str, value: Any) -> Any:
