@@ -282,7 +282,7 @@ YARDSTICKS = {
 }
 PAGE = """# How much of the gap does an edit close?
 
-{verdict}: with 64 pairs the rival scores {theirs}, and the edit {ours}.
+{verdict}. With 64 pairs it scores {theirs}, and the edit {ours}.
 The edit is two located heads, tuned on {equal:.0%} of the pretraining tokens. The base scores {base}, and its twin with
 attention at these heads from the first step on {twin}. The share of this gap that the edit closes: {closed}.
 
@@ -396,7 +396,7 @@ def write_page(rows: list[dict[str, Any]]) -> str:
         tokens[cell] = np.mean([[sum(each.values()), each["kv"]] for each in seen], axis=0)
     first = at[base]
     return PAGE.format(
-        verdict=f"{'A rival beats the edit,' if beaten else 'The edit beats its strongest rival,'} {rivals[best]}",
+        verdict=f"{'A rival scores higher than the edit:' if beaten else 'The strongest rival is'} {rivals[best]}",
         theirs=mean(rows, best, "kv.64"),
         ours=mean(rows, main, "kv.64"),
         equal=EQUAL,
