@@ -171,7 +171,7 @@ def _advise(
     if answer == "no" and gains:
         said.append(f"It does gain elsewhere: {'; '.join(gains[:MOST])}; locate and tune nearer to {asked.label}.")
     if answer == "no" and not gains:
-        said.append("Try more heads (plan.heads), more steps (tune.steps=auto), or hints and adapters (tune.hints, tune.lora).")
+        said.append("Try more heads (plan.heads), more steps (tune.max_steps), or hints and adapters (tune.hints, tune.lora).")
     if answer == "mixed":
         said.append("Let the grafts act on less text (plan.share), or hold the other skills while tuning (tune.skill_weight).")
     if answer == "yes":
