@@ -14,6 +14,7 @@ from typing import Any
 
 from surgery.records.ranking import Ranking
 from surgery.records.report import ModelReport, Report
+from surgery.runtime.progress import printable
 
 # Okabe and Ito's palette, safe for colour-blind readers.
 INK, QUIET, FAINT = "#24292f", "#6a7178", "#c3c9cf"
@@ -151,7 +152,7 @@ def as_svg(figure: Any, name: str) -> str:
     content = StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
         figure.savefig(content, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-    svg = content.getvalue()
+    svg = printable(content.getvalue())
     svg = svg[svg.index("<svg") :]
     for ink, of_page in ((INK, "currentColor"), (QUIET, "var(--quiet)"), (FAINT, "var(--line)"), (MAIN, "var(--accent)")):
         svg = svg.replace(ink, of_page)

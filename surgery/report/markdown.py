@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from surgery.records.report import Report
 from surgery.report.tables import Table, changes_table, controls_table, costs_table, results_table, short_table
+from surgery.runtime.progress import printable
 
 
 def load_lines(folder: str) -> str:
@@ -66,5 +67,6 @@ def markdown_table(table: Table) -> str:
 
 
 def escape(text: str) -> str:
-    """A text that comes from a user or a model's name, as Markdown shows it."""
+    """A text that comes from a user or a model's name, as Markdown shows it; control characters are written out."""
+    text = printable(text)
     return re.sub(r"([\\`*<>\]\[_])", r"\\\1", text) if re.search(r"[\\`*<>_]", text) else text

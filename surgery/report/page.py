@@ -8,6 +8,7 @@ from surgery.report.figures import as_svg, draw_circuit, draw_gain, draw_retriev
 from surgery.report.markdown import describe_provenance, load_lines, render_markdown
 from surgery.report.tables import changes_table, controls_table, costs_table, results_table, short_table
 from surgery.runtime.files import write_text
+from surgery.runtime.progress import printable
 
 ANSWERS = {"yes": "Yes", "mixed": "It gains and loses", "unclear": "Unclear", "no": "No", "not judged": "Not to be judged"}
 
@@ -21,7 +22,13 @@ def render_page(report: Report, *, hybrid: str | None = None, ranking: Ranking |
     said = report.verdict.sentence
     others = [(name, model) for name, model in list(report.models.items())[1:]]
     loader = FileSystemLoader(Path(__file__).parent)
-    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    environment = Environment(
+        loader=loader,
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        finalize=lambda value: printable(value) if type(value) is str else value,  # and not what is HTML already
+    )
     return environment.get_template("page.html").render(
         report=report,
         verdict=report.verdict,

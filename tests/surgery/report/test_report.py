@@ -118,6 +118,11 @@ def test_names_of_others_are_text():
     assert all("\n" not in row for row in rows)
 
 
+def test_no_control_character_reaches_a_report():
+    report = make_report(name="a\x1b[31m", **{"a\x1b[31m": model("b\x1b]0;", "hybrid", 0.5)})
+    assert "\x1b" not in render_page(report) + render_markdown(report)
+
+
 def test_the_strongest_control_is_in_every_short_form():
     report = make_report()
     strongest = report.models["control_same_layer"].description
