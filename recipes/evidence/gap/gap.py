@@ -428,21 +428,20 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7.2, 4.2), layout="constrained")
-    for twin, color, style in (("twin", "#0072b2", "-"), ("twin layer", "#d55e00", ":")):
-        line = []
-        for share in SHARES:
-            found = shares(rows, ("2 heads", share), "kv.64", twin)[1]
-            at, points = max(share, SHARES[1] / 3), [each.mean for each in found.values() if each is not None]
-            axes.plot([at] * len(points), points, "o", color=color, alpha=0.5, markersize=5)
-            line.append((at, np.mean(points) if points else np.nan))
-        axes.plot(*zip(*line, strict=True), style, color=color, label=f"twin: {TWINS[twin]}")
+    places = [max(share, SHARES[1] / 3) for share in SHARES]
+    found = [shares(rows, ("2 heads", share), "kv.64", "twin")[1] for share in SHARES]
+    for seed in sorted(found[0]):
+        line = [each[seed].mean if each.get(seed) else np.nan for each in found]
+        axes.plot(places, line, "o-", color="#0072b2", alpha=0.4, markersize=5, linewidth=0.8)
+        axes.annotate(f"seed {seed}", (places[-1], line[-1]), (6, -3), textcoords="offset points", fontsize=8, color="#6b7280")
+    means = [np.nanmean([each.mean for each in at.values() if each is not None]) for at in found]
+    axes.plot(places, means, color="#0072b2", linewidth=2.2, label="mean of the seeds' shares")
     axes.axhline(1, color="#6b7280", linestyle="--", linewidth=1)
     axes.set(xscale="log", xlabel="tokens of tuning, as a share of the pretraining tokens", ylabel="share of the gap closed")
-    places = [max(share, SHARES[1] / 3) for share in SHARES]
     axes.set_ylim(min(0, axes.get_ylim()[0]), max(1.1, axes.get_ylim()[1]))
-    axes.set_xlim(places[0] / 1.5, places[-1] * 1.5)
+    axes.set_xlim(places[0] / 1.5, places[-1] * 2)
     axes.set_xticks(places, ["untrained", *(f"{share:.1%}" for share in SHARES[1:])])
-    axes.set_title("64 pairs, two located heads; every seed is a point", fontsize=10)
+    axes.set_title("64 pairs, two located heads, against the twin with attention there from the start", fontsize=10)
     axes.legend(frameon=False)
     figure.savefig(path, dpi=120)
 
