@@ -97,10 +97,10 @@ def once(output: OutputFolder, name: str, settings: Any, kind: type[R], compute:
     return on_main(work)
 
 
-def ask_about(tokenizer: Any, recipe: Recipe, seed: int) -> list[Question]:
-    """The questions of recipe.locate."""
+def ask_about(tokenizer: Any, recipe: Recipe, seed: int, **more: Any) -> list[Question]:
+    """The questions of recipe.locate. more: other options of its probe."""
     options = recipe.locate
-    probe = make_probe(options.probe, tokenizer, **training_options(options.probe, options.options))
+    probe = make_probe(options.probe, tokenizer, **training_options(options.probe, options.options | more))
     return probe.questions(options.examples, seed)
 
 
@@ -114,9 +114,14 @@ def locate_heads(base: Any, tokenizer: Any, recipe: Recipe, print_: str) -> Rank
 
 
 def choose_plan(base: Any, tokenizer: Any, ranking: Ranking, recipe: Recipe, print_: str) -> Plan:
-    """Stage choose: the plan. print_: the base's fingerprint."""
-    needs = recipe.plan.heads == "auto" or recipe.plan.keep_skills
-    unseen = ask_about(tokenizer, recipe, recipe.seed + UNSEEN) if needs else ()
+    """Stage choose: the plan. print_: the base's fingerprint. Whether another head helps is asked with dictionaries of the size
+    that the verdict is about, where there is most to gain."""
+    unseen: list[Question] = []
+    if recipe.plan.heads == "auto":
+        more = {"pairs": max(recipe.bench.pairs)} if recipe.locate.probe == "kv" else {}
+        unseen = ask_about(tokenizer, recipe, recipe.seed + UNSEEN, **more)
+    elif recipe.plan.keep_skills:
+        unseen = ask_about(tokenizer, recipe, recipe.seed + UNSEEN)
     plan = choose(base, tokenizer, ranking, recipe.plan, recipe.data, seed=recipe.seed, questions=unseen)
     return plan.model_copy(update={"provenance": provenance(recipe.model, print_, recipe.seed, recipe.public())})
 

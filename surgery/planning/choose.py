@@ -7,6 +7,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from surgery.errors import UserError
+from surgery.evaluation.statistics import difference
 from surgery.planning.calibrate import calibrate, fit_queries
 from surgery.probes import make_probe, training_options
 from surgery.probes.encoded import encode
@@ -116,25 +117,28 @@ def grow_plan(
     seed: int,
     questions: Sequence[Question],
 ) -> Plan:
-    """Add the leading units one by one, untrained, while the next one saves options.least_gain nats a question. One unit that
-    does not is passed over: the one behind it may still help."""
+    """Add the leading units one by one, untrained, while the next one saves options.least_gain nats a question or answers more
+    of them, beyond chance: an untrained graft can find the right record and still be too sure of wrong ones, which tuning
+    mends. One unit that does neither is passed over: the one behind it may still help."""
     encoded = encode(tokenizer, questions)
     rows = None if options.share is None else read_plain_text(tokenizer, data, ROWS, seed)
-    best, passed = float(answer(model, tokenizer, encoded, what="base").loss.mean()), 0
+    best, passed = answer(model, tokenizer, encoded, what="base"), 0
     plan: Plan | None = None
     for unit in units[: options.max_heads + 1]:
         sites = [*(plan.sites if plan else ()), unit.site]
         if plan is not None and sum(len(site.heads) for site in plan.sites) >= options.max_heads * len(unit.site.heads):
             break
         tried = make_plan(model, tokenizer, sites, starts, options, data, seed, rows, questions)
-        loss = float(answer(splice(model, tried).eval(), tokenizer, encoded, what=str(unit.site)).loss.mean())
-        if plan is not None and best - loss < options.least_gain:
+        found = answer(splice(model, tried).eval(), tokenizer, encoded, what=str(unit.site))
+        saved = float((best.loss - found.loss).mean())
+        more = difference(best.correct, found.correct)
+        if plan is not None and saved < options.least_gain and more.low <= 0:
             passed += 1
             if passed > 1:
                 break
             continue
-        say(f"{unit.site}: {best - loss:+.3f} nats a question, untrained")
-        plan, best = tried, loss
+        say(f"{unit.site}: saves {saved:+.3f} nats a question, accuracy {more.mean:+.3f}, untrained")
+        plan, best = tried, found
     assert plan is not None  # the first unit is always taken
     return plan
 
