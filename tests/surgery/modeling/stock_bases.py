@@ -122,10 +122,13 @@ CONFIGURATIONS = {
 PROJECTIONS = "in_proj x_proj in_proj_qkvz in_proj_qkv q_proj k_proj v_proj".split()
 
 
-def make_base(name: str, dtype: torch.dtype = torch.float64) -> Any:
-    """A random base of a family, the same every time, in inference."""
+def make_base(name: str, dtype: torch.dtype = torch.float64, dense: bool = False) -> Any:
+    """A random base of a family, the same every time, in inference. dense: without experts, where it has some by layer."""
     torch.manual_seed(0)
-    model: Any = AutoModelForCausalLM.from_config(CONFIGURATIONS[name]()).eval()
+    config = CONFIGURATIONS[name]()
+    if dense and hasattr(config, "mlp_layer_types"):
+        config.mlp_layer_types = ["dense"] * config.num_hidden_layers
+    model: Any = AutoModelForCausalLM.from_config(config).eval()
     model.set_experts_implementation("eager")  # the others know no float64
     with torch.no_grad():  # as initialised, mixers do next to nothing, and the norms of Jamba have no weights
         for mixer in anatomy(model).ssms:
@@ -138,9 +141,11 @@ def make_base(name: str, dtype: torch.dtype = torch.float64) -> Any:
     return model.to(dtype)
 
 
-def make_hybrid(name: str, null: float | None = 0.5, dtype: torch.dtype = torch.float64, **more: Any) -> Any:
+def make_hybrid(
+    name: str, null: float | None = 0.5, dtype: torch.dtype = torch.float64, dense: bool = False, **more: Any
+) -> Any:
     """A hybrid with grafts at two heads of L1 and one of the last layer. more: of the plan."""
-    base = make_base(name, dtype)
+    base = make_base(name, dtype, dense)
     sites = ("L1.H0,3", f"L{base.config.num_hidden_layers - 1}.H2")
     starts = {"L1.H0": Start(sign=1, tau=0.8, null=null), "L1.H3": Start(sign=-1, tau=1.5, null=null)}
     starts |= {f"{sites[1]}": Start(sign=1, tau=0.5, null=null)}

@@ -17,9 +17,11 @@ HYBRIDS: dict[tuple, Any] = {}
 
 
 def random_hybrid(name: str, dtype: torch.dtype, seed: int, time_step: bool) -> Any:
-    """A hybrid whose grafts have random queries, keys and null keys."""
+    """A hybrid whose grafts have random queries, keys and null keys. Without experts: how an expert rounds depends on which
+    tokens it is given together."""
     if (name, dtype, seed, time_step) not in HYBRIDS:
-        hybrid = stock_bases.make_hybrid(name, dtype=dtype) if name in DELTA else make_hybrid(name, dtype=dtype, seed=seed)
+        make = {"dense": True} if name in DELTA else {"seed": seed}
+        hybrid = (stock_bases.make_hybrid if name in DELTA else make_hybrid)(name, dtype=dtype, **make)
         torch.manual_seed(seed)
         with torch.no_grad():
             for key, parameter in hybrid.graft_parameters().items():
