@@ -5,7 +5,6 @@ what only makes it large does not. Of the layers, the first of each kind is kept
 checked from its config.json, without its weights.
 """
 
-import difflib
 import json
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from surgery.errors import UserError
+from surgery.errors import UserError, did_you_mean
 
 HIDDEN, HEADS, WIDTH, STATE, EXPERTS = 64, 4, 16, 16, 4
 MOST = 1024  # of a hidden size that could not be made small
@@ -117,8 +116,7 @@ def read_config(source: str | Path, *, trust_remote_code: bool = False) -> PreTr
         if not path.exists() and (path.suffix == ".json" or (path.parent != Path() and path.parent.is_dir())):
             raise UserError(f"there is no file or folder {source}")
         if not path.exists() and path.parent == Path():
-            close = difflib.get_close_matches(str(source), _known_types(), n=1)
-            raise UserError(f"there is no model type '{source}'" + (f"; did you mean {close[0]}?" if close else ""))
+            raise UserError(f"there is no model type '{source}'{did_you_mean(str(source), _known_types())}")
         return AutoConfig.from_pretrained(str(source), trust_remote_code=trust_remote_code)
     except UserError:
         raise

@@ -1,19 +1,16 @@
 """Arguments and options that several commands share, and what can be checked of them before torch is imported."""
 
-import difflib
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from surgery.errors import UserError
-from surgery.records.recipe import TOY
+from surgery.errors import UserError, did_you_mean
+from surgery.records.recipe import HUB_ID, TOY
 from surgery.runtime.files import read_text
 
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 WEIGHTS = ("config.json", "patch.json")
 TEXTS = (".txt", ".md", ".jsonl", ".csv", ".parquet", ".json")
 KINDS = {"ranking": {"heads", "probe"}, "plan": {"sites", "starts"}, "report": {"verdict", "models"}}
@@ -125,10 +122,8 @@ def _list(folder: Path) -> None:
 
 
 def _close(path: Path) -> str:
-    """ "; did you mean ...?", of what lies beside."""
-    beside = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
-    close = difflib.get_close_matches(path.name, beside, n=1)
-    return f"; did you mean {path.parent / close[0]}?" if close else ""
+    """A hint at what lies beside."""
+    return did_you_mean(path.name, (each.name for each in path.parent.iterdir()), path.parent) if path.parent.is_dir() else ""
 
 
 def _checked(*checks: Callable[[Any], Any]) -> Callable[[Any], Any]:

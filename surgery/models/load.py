@@ -6,7 +6,6 @@ hybrid run the same kernels. Weights are read from safetensors, or from pickles 
 folder runs unless the caller allows it. Everything that keeps a model from being loaded exactly is a UserError in one line.
 """
 
-import difflib
 import json
 import platform
 import re
@@ -18,7 +17,7 @@ import torch
 import transformers
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from surgery.errors import UserError
+from surgery.errors import UserError, did_you_mean
 from surgery.models import original
 from surgery.models.tokens import without_end_token
 from surgery.runtime.files import read_text
@@ -147,8 +146,7 @@ def find_folder(name: str | Path, revision: str | None = None) -> Path:
         if path.exists():
             why = "GGUF files are for llama.cpp; load the model that it was made of"
             raise UserError(f"{name} is a file; {why if path.suffix == '.gguf' else 'give the folder of the model'}")
-        near = difflib.get_close_matches(path.name, [each.name for each in path.parent.glob("*/")], 1)
-        hint = f" (did you mean {path.parent / near[0]}?)" if near else ""
+        hint = did_you_mean(path.name, (each.name for each in path.parent.glob("*/")), path.parent)
         if not HUB_ID.fullmatch(text) or path.suffix in (".yaml", ".yml", ".json"):
             raise UserError(f"no such folder: {name}{hint}")
     except OSError as error:

@@ -4,7 +4,6 @@ The text below a field says what the setting means; `surgery list settings` prin
 """
 
 import copy
-import difflib
 import re
 import types
 from collections.abc import Iterator, Sequence
@@ -15,7 +14,7 @@ import pydantic
 import yaml
 from pydantic import BeforeValidator, Field, model_validator
 
-from surgery.errors import UserError
+from surgery.errors import UserError, did_you_mean
 from surgery.records.record import Record
 from surgery.records.site import SitesText
 from surgery.runtime.files import read_text
@@ -24,6 +23,9 @@ from surgery.runtime.yaml import parse_yaml
 
 TOY = "toy"
 """The name of the built-in toy data, where a text or facts are named."""
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+"""OWNER/NAME, of a model or of a set of data."""
 
 
 def _several(value: Any) -> Any:
@@ -50,7 +52,7 @@ def check_probe(name: str) -> None:
 
 def _check_known(name: str, kind: str, known: dict[str, str]) -> None:
     if known and name not in known:
-        raise ValueError(f"there is no {kind} '{name}'{_close(name, known)}; `surgery list {kind}s` has them")
+        raise ValueError(f"there is no {kind} '{name}'{did_you_mean(name, known)}; `surgery list {kind}s` has them")
 
 
 class Locate(Record):
@@ -429,9 +431,4 @@ def _complaint(error: pydantic.ValidationError) -> str:
         return f"there is no setting '{key}' any more: version 0.30.0 was the last that had it{instead}"
     known = {setting for setting, _ in list_settings()}
     known |= {setting.rpartition(".")[0] for setting in known} - {""}
-    return f"there is no setting '{key}'{_close(key, known)}; `surgery list settings` has them"
-
-
-def _close(name: str, known: Any) -> str:
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f" (did you mean {close[0]}?)" if close else ""
+    return f"there is no setting '{key}'{did_you_mean(key, known)}; `surgery list settings` has them"

@@ -12,7 +12,6 @@ import csv
 import hashlib
 import json
 import random
-import re
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -28,14 +27,13 @@ from transformers import PreTrainedTokenizerBase
 
 from surgery.errors import UserError
 from surgery.probes.toy import document
-from surgery.records.recipe import TOY
+from surgery.records.recipe import HUB_ID, TOY
 from surgery.runtime.files import read_text
 
 KEPT_BACK = 16  # one part in so many
 STRETCH = 32  # of a long document, at most this many characters a token of a row are tokenised
 TRIES = 1000  # documents that are drawn in search of one that fits
 PLAIN, TABLES = (".txt", ".md"), (".jsonl", ".csv", ".parquet")
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 @dataclass(frozen=True)
