@@ -97,6 +97,15 @@ def once(output: OutputFolder, name: str, settings: Any, kind: type[R], compute:
     return on_main(work)
 
 
+def ask_unseen(tokenizer: Any, recipe: Recipe) -> list[Question]:
+    """Questions that the ranking has not seen, where a plan needs some. Whether another head helps is asked with dictionaries
+    of the size that the verdict is about, where there is most to gain."""
+    if recipe.plan.heads != "auto":
+        return ask_about(tokenizer, recipe, recipe.seed + UNSEEN) if recipe.plan.keep_skills else []
+    more = {"pairs": max(recipe.bench.pairs)} if recipe.locate.probe == "kv" else {}
+    return ask_about(tokenizer, recipe, recipe.seed + UNSEEN, **more)
+
+
 def ask_about(tokenizer: Any, recipe: Recipe, seed: int, **more: Any) -> list[Question]:
     """The questions of recipe.locate. more: other options of its probe."""
     options = recipe.locate
@@ -114,14 +123,8 @@ def locate_heads(base: Any, tokenizer: Any, recipe: Recipe, print_: str) -> Rank
 
 
 def choose_plan(base: Any, tokenizer: Any, ranking: Ranking, recipe: Recipe, print_: str) -> Plan:
-    """Stage choose: the plan. print_: the base's fingerprint. Whether another head helps is asked with dictionaries of the size
-    that the verdict is about, where there is most to gain."""
-    unseen: list[Question] = []
-    if recipe.plan.heads == "auto":
-        more = {"pairs": max(recipe.bench.pairs)} if recipe.locate.probe == "kv" else {}
-        unseen = ask_about(tokenizer, recipe, recipe.seed + UNSEEN, **more)
-    elif recipe.plan.keep_skills:
-        unseen = ask_about(tokenizer, recipe, recipe.seed + UNSEEN)
+    """Stage choose: the plan. print_: the base's fingerprint."""
+    unseen = ask_unseen(tokenizer, recipe)
     plan = choose(base, tokenizer, ranking, recipe.plan, recipe.data, seed=recipe.seed, questions=unseen)
     return plan.model_copy(update={"provenance": provenance(recipe.model, print_, recipe.seed, recipe.public())})
 
@@ -138,7 +141,7 @@ def make_models(base: Any, tokenizer: Any, ranking: Ranking, plan: Plan, recipe:
         if control in PLANS:
             other = control_plan(control, base, plan, recipe.seed)
             if other.kind == "head":  # starts and null keys by the same measurements as the plan's own
-                asked = ask_about(tokenizer, recipe, recipe.seed + UNSEEN) if recipe.plan.keep_skills else ()
+                asked = ask_unseen(tokenizer, recipe) if recipe.plan.keep_skills else ()
                 other = make_plan(base, tokenizer, other.sites, starts, recipe.plan, recipe.data, recipe.seed, questions=asked)
             models[name] = splice(base, other)
         else:
