@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from surgery.locating.nulls import FIRST
 from surgery.modeling.graft import NATS, SMALLEST, ChannelGraft, Graft, watched
 from surgery.modeling.reference import at_least_float32
 from surgery.probes.encoded import Encoded
@@ -22,7 +23,6 @@ from surgery.records.site import Site
 from surgery.runtime.progress import bar
 from surgery.splicing.splice import splice
 
-FIRST = 8  # tokens at the beginning of a row that have hardly anything to look up
 BEGIN, SEEN = 30.0, 12.0  # nats: the first guess at b, and how far above it a log-sum-exp is known exactly
 PASSES = 6  # over the text, at most; one nearly always does
 RIDGE = 1e-5  # the weight of the squares of w, for queries of unit variance
