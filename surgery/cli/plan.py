@@ -52,7 +52,7 @@ def plan(
 
     opened, tokenizer = open_model(model, options, trust_remote_code)
     print_ = fingerprint(opened)
-    if ranked.provenance is not None and ranked.provenance.fingerprint != print_:
+    if ranked.provenance is not None and ranked.provenance.is_of_other(print_):
         raise UserError(f"{ranking} is of {ranked.provenance.base} as it was then, and {model} has other weights; locate again")
     chosen = choose_plan(opened, tokenizer, ranked, options, print_)
     chosen.write(out)

@@ -27,8 +27,7 @@ def splice(
 
         base, tokenizer = open_model(model, trust_remote_code=trust_remote_code)
         made = chosen.provenance
-        same_dtype = made is not None and (made.recipe or {}).get("dtype", "auto") == "auto"
-        if made is not None and same_dtype and made.fingerprint != fingerprint(base):
+        if made is not None and made.is_of_other(fingerprint(base)):
             raise UserError(f"{plan} is for {made.base} as it was then, and {model} has other weights; locate and plan again")
         hybrid = splice_model(base, chosen)
         with output.new_folder(".") as folder:

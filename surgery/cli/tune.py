@@ -52,7 +52,7 @@ def tune(
             if base is None:  # what a layer graft replaced is in no folder of a hybrid
                 raise UserError(f"{hybrid} has no export.json that says where its base is; splice the plan again")
             teacher, _ = open_model(base, options, trust_remote_code)
-            if plan is not None and plan.provenance is not None and plan.provenance.fingerprint != fingerprint(teacher):
+            if plan is not None and plan.provenance is not None and plan.provenance.is_of_other(fingerprint(teacher)):
                 raise UserError(f"{base} has other weights than the base of {hybrid}; splice the plan again")
         with output.folder("tuning") as folder:
             on_main(lambda: None)  # nobody looks into the folder before it is ready

@@ -57,6 +57,10 @@ class Provenance(Record):
     recipe: dict[str, Any] | None = None
     """The whole recipe, defaults included, without paths."""
 
+    def is_of_other(self, fingerprint: str) -> bool:
+        """Whether the base had another fingerprint. Not known, and False, where a recipe set its dtype."""
+        return (self.recipe or {}).get("dtype", "auto") == "auto" and self.fingerprint != fingerprint
+
 
 def provenance(base: str, fingerprint: str, seed: int, recipe: dict[str, Any] | None = None) -> Provenance:
     """The provenance of a file that is made now."""

@@ -208,7 +208,8 @@ def test_a_folder_that_is_gone_and_a_closed_pipe_are_no_tracebacks(tmp_path):
 
 def test_a_layer_graft_is_tuned_from_its_folder_beside_its_base(surgery, tmp_path, monkeypatch):
     monkeypatch.setattr("surgery.exporting.export.start_reader", lambda _: InProcess())
-    Plan(kind="layer", sites=(Site(2),)).write(tmp_path / "plan.json")
+    made = provenance("tiny-mamba2", "0" * 64, 0, {"dtype": "float64"})  # of the base in another dtype than it is read in here
+    Plan(kind="layer", sites=(Site(2),), provenance=made).write(tmp_path / "plan.json")
     assert surgery("splice", BASE, tmp_path / "plan.json", "--out", tmp_path / "spliced")[0] == 0
     few = ["--set", "tune.steps=1", "--set", "tune.batch_size=2", "--set", "tune.examples=[{options: {pairs: 4}}]"]
     assert surgery("tune", tmp_path / "spliced", *few, "--out", tmp_path / "tuned")[0] == 0
