@@ -13,6 +13,7 @@ HELD_OUT = 10  # of a text, the last part of so many is measured on
 LARGEST = 64  # pairs of a dictionary in training examples and in bench
 TOKENS_PER_PAIR = 4  # of a dictionary
 BACKWARD = 3  # a step of training takes so many forward passes
+RATE = 0.1  # a learning rate times the root of the hidden size: Adam then moves every weight by about a tenth of itself a step
 
 
 def choose_recipe(seen: Look, model: str, text: Path | None, settings: list[str]) -> Recipe:
@@ -29,12 +30,13 @@ def choose_recipe(seen: Look, model: str, text: Path | None, settings: list[str]
         "plan": {"heads": "auto"},
         "tune": {
             "steps": "auto",
-            "max_steps": 300,
-            "learning_rate": 2e-3,
+            "max_steps": 400,
+            "learning_rate": round(RATE / seen.hidden_size**0.5, 5),
             "examples": [{"probe": "kv", "options": {"pairs": [low, LARGEST]}}],
             "batch_size": 8,
             "text_batch_size": 4,
             "kl_weight": 4.0,
+            "skill_weight": 1.0,
             "hints": {},
         },
         "bench": {"pairs": sorted({low, pairs, LARGEST}), "limit": 300, "windows": 32, "contexts": [256, 1024]},
@@ -101,8 +103,9 @@ def estimate(recipe: Recipe, seen: Look) -> Estimate:
     seconds["export"] = 15 + seen.parameters * 4 / 2**28
     width = 2 if seen.dtype in ("float16", "bfloat16") else 4
     batch = tune.batch_size // tune.gradient_accumulation_steps * example + tune.text_batch_size * tune.text_tokens
-    hidden = (seen.parameters / max(1, seen.layers) / 6) ** 0.5
-    activations = batch * width * (40 * hidden * (1 if tune.gradient_checkpointing else seen.layers) + 3 * seen.vocabulary)
+    activations = (
+        batch * width * (40 * seen.hidden_size * (1 if tune.gradient_checkpointing else seen.layers) + 3 * seen.vocabulary)
+    )
     return Estimate(seconds, int(2**29 + seen.parameters * width + activations))
 
 

@@ -73,7 +73,7 @@ class Held(Record):
 class Look(Record):
     """What a first look saw."""
 
-    schema_version: int = 2
+    schema_version: int = 3
     toolkit: str
     fingerprint: str
     model: str
@@ -81,6 +81,7 @@ class Look(Record):
     parameters: int
     dtype: str
     layers: int
+    hidden_size: int
     vocabulary: int
     editable: tuple[int, ...]
     """The layers some of whose heads can be grafted."""
@@ -192,6 +193,7 @@ def _measure(model: Any, tokenizer: Any, text: str | Path | None, name: str, pri
         parameters=sum(p.numel() for p in model.parameters()),
         dtype=str(model.dtype).removeprefix("torch."),
         layers=model.config.get_text_config().num_hidden_layers,
+        hidden_size=model.config.get_text_config().hidden_size,
         vocabulary=vocabulary,
         editable=editable,
         heads=heads,
