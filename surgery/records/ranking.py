@@ -67,8 +67,6 @@ class Edge(Record):
     target: str
     share: float
     """Of the loss that ablating `source` at the spans' ends adds, the share that is not added where `target` is ablated too."""
-    weight_change: float | None = None
-    """How much of the target's weight on the answer's span is lost when the source is ablated."""
 
 
 class Circuit(Record):
