@@ -440,10 +440,17 @@ def remember(
     t), or None for 0; where the mask (b, t) is False, no token exists, and it is -inf."""
     bias = k.new_zeros(len(k), 1, k.shape[2], dtype=torch.promote_types(k.dtype, torch.float32)) if bias is None else bias
     bias = bias if mask is None else bias.masked_fill(~mask[:, None], -torch.inf)
+    t, layer = k.shape[2], cache.layers[place]
     k, v = cache.update(k, v, place)
     bias, _ = cache.update(bias[..., None], bias[..., None][..., :0], place + 1)
-    length = int(cache.get_seq_length(place))  # a static cache is longer than what it holds
-    return k[:, :, :length], v[:, :, :length], bias[:, :, :length, 0]
+    bias = bias[..., 0]
+    if not isinstance(layer, StaticLayer):
+        return k, v, bias
+    # It is longer than what it holds. How much that is only the device knows, and in decoding the host does not wait for it.
+    if t == 1:
+        return k, v, bias.masked_fill(torch.arange(k.shape[2], device=k.device) >= layer.cumulative_length, -torch.inf)
+    length = int(layer.cumulative_length)
+    return k[:, :, :length], v[:, :, :length], bias[:, :, :length]
 
 
 def take(x: Tensor, places: Sequence[int], dim: int) -> Tensor:

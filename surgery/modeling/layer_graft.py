@@ -119,7 +119,9 @@ class LayerGraftMixer(nn.Module):
         if cache is not None:
             new = torch.ones_like(k[:, 0, :, 0], dtype=torch.bool) if exist is None else exist
             known = cache.update(new[:, None, :, None], new[:, None, :, None][..., :0], self.cache_place + 1)[0]
-            exist = known[:, 0, : int(cache.get_seq_length(self.cache_place + 1)), 0]
+            exist = known[:, 0, :, 0]  # of a static cache also places that hold nothing: False
+            if t > 1:
+                exist = exist[:, : int(cache.get_seq_length(self.cache_place + 1))]
         if graft.inv_freq:
             if packing is not None:
                 positions = packing.positions()

@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from torch._dynamo.testing import CompileCounter
 from transformers import (
     FalconMambaConfig,
     FalconMambaForCausalLM,
@@ -10,6 +11,7 @@ from transformers import (
     Mamba2ForCausalLM,
     MambaConfig,
     MambaForCausalLM,
+    StaticCache,
 )
 
 from surgery.modeling.llamba import LlambaConfig, LlambaForCausalLM
@@ -67,3 +69,16 @@ def make_hybrid(name: str, null: float | None = 0.5, seed: int = 0, dtype: torch
 def make_rows(batch: int = 2, length: int = 23, seed: int = 1) -> torch.Tensor:
     """Random ids, none of them padding."""
     return torch.randint(1, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def decode_captured(hybrid: Any, ids: torch.Tensor, prompt: int = 6) -> torch.Tensor:
+    """Logits from a static cache, a token at a time behind the prompt, by one graph for all tokens, as a CUDA graph would be:
+    where a host waits for a number, there is no such graph."""
+    cache = hybrid.with_room(StaticCache(config=hybrid.config, max_cache_len=ids.shape[1] + 8), ids.shape[1] + 8)
+    parts, graphs = [hybrid(ids[:, :prompt], past_key_values=cache, use_cache=True).logits], CompileCounter()
+    torch._dynamo.reset()
+    step = torch.compile(hybrid.forward, backend=graphs, fullgraph=True)
+    parts += [step(ids[:, i, None], past_key_values=cache, use_cache=True).logits for i in range(prompt, ids.shape[1])]
+    assert graphs.frame_count == 1
+    return torch.cat(parts, 1)

@@ -11,7 +11,7 @@ from transformers import DataCollatorWithFlattening, DynamicCache
 from surgery.checking.law import WideCasts
 from surgery.records.plan import Plan
 from surgery.splicing.splice import adopt, splice
-from tests.surgery.modeling.bases import BASES, STOCK, make_base, make_hybrid, make_rows
+from tests.surgery.modeling.bases import BASES, STOCK, decode_captured, make_base, make_hybrid, make_rows
 
 FAMILIES = pytest.mark.parametrize("name", BASES)
 NULLS = pytest.mark.parametrize("null", [None, 0.5], ids=["without", "null-key"])
@@ -167,6 +167,12 @@ def test_generate_with_a_cache_as_without(name: str, null: float | None, how: di
     plain = {key: value for key, value in how.items() if key != "cache_implementation"}
     without = hybrid.generate(ids, attention_mask=mask, use_cache=False, **plain, **GENERATE)
     assert torch.equal(hybrid.generate(ids, attention_mask=mask, **how, **GENERATE), without)
+
+
+@pytest.mark.parametrize("name", ["mamba2", "mamba"])
+def test_decoding_with_a_static_cache_can_be_captured(name: str) -> None:
+    hybrid, ids = make_hybrid(name), make_rows(length=9)
+    assert_same(decode_captured(hybrid, ids), logits(hybrid, ids), 1e-5)  # float32 within norms
 
 
 @FAMILIES

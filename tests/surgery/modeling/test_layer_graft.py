@@ -56,6 +56,11 @@ def test_it_can_be_disabled_and_taken_out(name: str) -> None:
     assert fingerprint(unsplice(hybrid)) == before
 
 
+def test_decoding_with_a_static_cache_can_be_captured(full: None) -> None:
+    hybrid, ids = make_hybrid("mamba2"), bases.make_rows(length=9)
+    torch.testing.assert_close(bases.decode_captured(hybrid, ids), logits(hybrid, ids), atol=1e-5, rtol=1e-5)
+
+
 @PLACES
 def test_cached_padded_and_packed(name: str, full: None) -> None:
     hybrid, ids = make_hybrid(name), bases.make_rows(2)
