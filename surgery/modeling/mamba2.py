@@ -44,7 +44,7 @@ from .graft import GraftMixer, Streams, convolve
 from .hybrid import Family, complete_config
 from .packing import Packing
 from .reference import at_least_float32
-from .ssm import HybridBackbone, HybridBlock, SSMLanguageModel, time_step
+from .ssm import HybridBackbone, HybridBlock, SSMLanguageModel, rms_norm, time_step
 
 try:
     from surgery.kernels.ssd import ssd_scan, ssd_step
@@ -105,7 +105,7 @@ class SSDMixer(GraftMixer):
         return y
 
     def finish(self: Any, y: Tensor, gate: Tensor) -> Tensor:
-        return self.out_proj(self.norm(y.flatten(-2), gate).to(gate.dtype))
+        return self.out_proj(rms_norm(self.norm, y.flatten(-2), gate).to(gate.dtype))
 
     def query_key_rows(self: Any, make: Callable[[nn.Module], Tensor]) -> dict[str, list[Tensor | None]]:
         """C and B, in in_proj and in the convolution."""
