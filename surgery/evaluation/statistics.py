@@ -10,7 +10,8 @@ A 95% interval is over questions and covers at least 93% from 50 questions on:
   interval.
 - a mean of other numbers (losses, say): Student's t interval, lengthened towards the longer tail as Hall's correction for
   skewness asks (J. R. Stat. Soc. B 54, 1992).
-- a ratio of two mean differences: Fieller's interval (Suppl. J. R. Stat. Soc. 7, 1940).
+- a ratio of two mean differences: Fieller's set (Suppl. J. R. Stat. Soc. 7, 1940) with that same interval. Over five or ten
+  seeds of which one in seven gains nothing it covers 93%; with Student's, as he has it, 89% and 91%.
 
 A report declares one main comparison before anything is measured. Its p-value is not corrected, however many controls stand
 beside it; those of all other comparisons are corrected by Holm's method, among themselves.
@@ -20,7 +21,7 @@ from collections.abc import Mapping
 from typing import NamedTuple, TypeVar
 
 import numpy as np
-from scipy import stats
+from scipy import optimize, stats
 
 from surgery.records.ranking import Estimate
 
@@ -81,26 +82,30 @@ def column_intervals(values: np.ndarray, *, decisions: bool = False, level: floa
 
 
 def share_closed(base: np.ndarray, edited: np.ndarray, full: np.ndarray) -> Estimate | None:
-    """The share of the gap base -> full that an edit closes, (edited - base) / (full - base), with Fieller's 95% interval.
+    """The share of the gap base -> full that an edit closes, (edited - base) / (full - base), with its 95% interval.
 
     base, edited, full: (n,) each, one value a question; or, where several seeds were trained, one mean a seed, whose questions
-    are its own: the interval is then over both. The share may be negative or above 1. None where the gap itself is not shown,
-    that is where the interval of full - base reaches 0, because Fieller's set is then not bounded.
+    are its own: the interval is then over both. It holds every share r at which the mean of (edited - base) - r (full - base)
+    may be 0 (Fieller), by the interval that means of other numbers have here. The share may be negative or above 1. None where
+    the gap itself is not shown, that is where the interval of full - base reaches 0, because Fieller's set is then not bounded.
     """
     base, edited, full = (np.asarray(values, dtype=float) for values in (base, edited, full))
     gain, gap, n = edited - base, full - base, len(base)
-    if n < 3:
+    if n < 3 or any(each.low <= 0 <= each.high for each in (difference(base, full), _first(column_intervals(gap[:, None])))):
         return None
-    whole = difference(base, full)
-    t2 = stats.t.isf(LEVEL / 2, n - 1) ** 2
-    covariance = np.cov(gain, gap) / n
-    a = gap.mean() ** 2 - t2 * covariance[1, 1]
-    if whole.low <= 0 <= whole.high or a <= 0:
-        return None
-    b = gain.mean() * gap.mean() - t2 * covariance[0, 1]
-    c = gain.mean() ** 2 - t2 * covariance[0, 0]
-    root = np.sqrt(max(b * b - a * c, 0.0))
-    return Estimate(mean=float(gain.mean() / gap.mean()), low=float((b - root) / a), high=float((b + root) / a), n=n)
+    share = float(gain.mean() / gap.mean())
+
+    def inside(r: float) -> float:
+        """At least 0 where r is in the set."""
+        rest = _first(column_intervals((gain - r * gap)[:, None]))
+        return min(rest.high, -rest.low)
+
+    ends = []
+    for away in (-1e-3, 1e-3):
+        while inside(share + away) >= 0:
+            away *= 2
+        ends.append(optimize.brentq(inside, share, share + away) if inside(share) > 0 else share)
+    return Estimate(mean=share, low=ends[0], high=ends[1], n=n)
 
 
 def p_value(base: np.ndarray, model: np.ndarray) -> float:
