@@ -100,12 +100,12 @@ def share_closed(base: np.ndarray, edited: np.ndarray, full: np.ndarray) -> Esti
         rest = _first(column_intervals((gain - r * gap)[:, None]))
         return min(rest.high, -rest.low)
 
-    ends = []
-    for away in (-1e-3, 1e-3):
-        while inside(share + away) >= 0:
-            away *= 2
-        ends.append(optimize.brentq(inside, share, share + away) if inside(share) > 0 else share)
-    return Estimate(mean=share, low=ends[0], high=ends[1], n=n)
+    def end(step: float) -> float:
+        while inside(share + step) >= 0:
+            step *= 2
+        return float(optimize.brentq(inside, share, share + step)) if inside(share) > 0 else share
+
+    return Estimate(mean=share, low=end(-1e-3), high=end(1e-3), n=n)
 
 
 def p_value(base: np.ndarray, model: np.ndarray) -> float:
