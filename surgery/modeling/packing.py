@@ -73,9 +73,9 @@ class Packing:
             index = starts[members, None] + across.minimum(lengths[members, None] - 1)
             places[index[~pads]] = offset + (~pads).flatten().nonzero()[:, 0]
             offset += index.numel()
-            groups.append(Group(index.to(device), pads.to(device) if pads.any() else None))
-        cu_seqlens = bounds.to(device, torch.int32) if inside.all() else None
-        return cls(seq_idx.view(shape).to(device), cu_seqlens, tuple(groups), places.view(shape).to(device))
+            groups.append(Group(_send(index, device), _send(pads, device) if pads.any() else None))
+        cu_seqlens = _send(bounds.int(), device) if inside.all() else None
+        return cls(_send(seq_idx.view(shape), device), cu_seqlens, tuple(groups), _send(places.view(shape), device))
 
     def apply(self, run: Callable[..., Any], *tensors: Tensor) -> Any:
         """What `run` makes of tensors (documents, longest, ...), for tensors (b, t, ...). It has to be causal. What it gives, a
@@ -161,6 +161,11 @@ def _sizes(lengths: list[int]) -> list[int]:
             longest = length
         sizes[-1] += 1
     return sizes
+
+
+def _send(m: Tensor, device: torch.device) -> Tensor:
+    """m, of the host, on a device, for which the host does not wait."""
+    return m.to(device, non_blocking=True)
 
 
 def _like(mask: Tensor, m: Tensor) -> Tensor:

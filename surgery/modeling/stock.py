@@ -68,6 +68,7 @@ class StockBackbone(GraftedModel):
         kwargs = {name: value for name, value in kwargs.items() if name in OUTPUTS}
         if packing is not None:
             return self.read_apart(packing, tokens, "input_ids" if inputs_embeds is None else "inputs_embeds", kwargs)
+        position_ids = None if position_ids is None else position_ids.to(tokens.device)
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
         use_cache = use_cache and not (self.layers[0].gradient_checkpointing and self.training)

@@ -242,10 +242,11 @@ class Run:
                 sums[key] = sums.get(key, 0) + value
         norm = self.accelerator.clip_grad_norm_(self.trained.values(), CLIP)
         names = sorted(sums)
-        figures = self.accelerator.reduce(torch.stack([sums[key].float() for key in names]), "mean").tolist()
-        record = dict(zip(names, figures, strict=True))
+        figures = self.accelerator.reduce(torch.stack([*(sums[key].float() for key in names), norm.float()]), "mean")
+        *values, size = figures.tolist()  # the only time that a step waits for a GPU
+        record = dict(zip(names, values, strict=True))
         broken = next((key for key, value in record.items() if not math.isfinite(value)), None)
-        if broken or not math.isfinite(float(norm)):
+        if broken or not math.isfinite(size):
             what = f"the loss '{broken}'" if broken else "the gradient"
             raise UserError(f"{what} of step {step + 1} is not finite; lower tune.learning_rate, or compute in another dtype")
         self.optimizer.step()

@@ -11,7 +11,7 @@ memory; a control, which has no grafts to switch off, brings its base along.
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -32,7 +32,9 @@ class Part:
     kind: "examples", "text" or "skills". ids (b, t), padded on the right. targets (b, t): what each position has to predict, or
     IGNORE: of examples and skills the answers, of text the next token at repeated rare bigrams. positions (b, t): of packed
     rows. evidence (b, t, 2): for hints, the first token and the one behind the last of what a target is read from; twice the
-    same where that is not known.
+    same where that is not known. asked and others: the places, among the b * t, with a target and without.
+
+    A batch is made on the host, and so is all that depends on its numbers: nothing waits for a GPU.
     """
 
     kind: str
@@ -40,25 +42,32 @@ class Part:
     targets: Tensor
     positions: Tensor | None = None
     evidence: Tensor | None = None
+    asked: Tensor = field(default=None)  # type: ignore[assignment]
+    others: Tensor = field(default=None)  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        if self.asked is None:
+            is_asked = (self.targets != IGNORE).flatten()
+            self.asked, self.others = is_asked.nonzero()[:, 0], (~is_asked).nonzero()[:, 0]
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def counts(self) -> tuple[int, int]:
         """How many targets, and how many tokens, the losses are means over."""
-        return int((self.targets != IGNORE).sum()), self.ids.numel()
+        return len(self.asked), self.ids.numel()
 
     def rows(self, chosen: Tensor) -> "Part":
         """Some of its rows."""
-        pick = (None if field is None else field[chosen] for field in (self.positions, self.evidence))
-        return Part(self.kind, self.ids[chosen], self.targets[chosen], *pick)
+        positions, evidence = (None if each is None else each[chosen] for each in (self.positions, self.evidence))
+        return Part(self.kind, self.ids[chosen], self.targets[chosen], positions, evidence)
 
     def to(self, device: torch.device) -> "Part":
-        """The same on a device."""
-        fields = (
-            None if field is None else field.to(device) for field in (self.ids, self.targets, self.positions, self.evidence)
+        """The same on a device, but for positions and evidence, which the host reads."""
+        ids, targets, asked, others = (
+            m.to(device, non_blocking=True) for m in (self.ids, self.targets, self.asked, self.others)
         )
-        return Part(self.kind, *fields)  # type: ignore[arg-type]
+        return Part(self.kind, ids, targets, self.positions, self.evidence, asked, others)
 
 
 @dataclass(frozen=True)
@@ -97,24 +106,23 @@ class Losses(nn.Module):
         targets, tokens = (max(count, 1e-9) for count in counts)
         self.evidence, self.missed = (part.evidence if part.kind == "examples" else None), []
         if part.kind == "examples":
-            logits = self._logits(part, part.targets != IGNORE)
+            logits = self._logits(part, part.asked)
             terms = {"examples": self._entropy(logits, part) / targets}
             if self.missed:
                 terms["hints"] = torch.stack(self.missed).mean() / targets
         elif part.kind == "skills":
-            at = part.targets != IGNORE
-            terms = {"skills": kl_divergence(self._logits(part, at), self._teacher_logits(part, at)) / targets}
+            divergence = kl_divergence(self._logits(part, part.asked), self._teacher_logits(part, part.asked))
+            terms = {"skills": divergence / targets}
         else:
-            logits = self._logits(part, torch.ones_like(part.ids, dtype=torch.bool))
+            logits = self._logits(part, None)
             terms = {}
-            hits = (part.targets != IGNORE).flatten()
             if self.weights.kl:
                 # What a bigram is taught need not be what the base says there.
-                at = ~hits.view_as(part.ids)
-                student = logits if at.all() else logits[~hits]
+                at = part.others if len(part.asked) else None
+                student = logits if at is None else logits.index_select(0, at)
                 terms["kl"] = kl_divergence(student, self._teacher_logits(part, at)) / tokens
             if self.weights.bigrams:
-                terms["bigrams"] = self._entropy(logits[hits], part) / targets
+                terms["bigrams"] = self._entropy(logits.index_select(0, part.asked), part) / targets
         weights = {
             "kl": self.weights.kl,
             "skills": self.weights.skills,
@@ -129,21 +137,26 @@ class Losses(nn.Module):
         logits = at_least_float32(logits)
         if not len(logits):
             return logits.sum()
-        return F.cross_entropy(logits, part.targets[part.targets != IGNORE], reduction="sum")
+        return F.cross_entropy(logits, part.targets.flatten().index_select(0, part.asked), reduction="sum")
 
-    def _logits(self, part: Part, at: Tensor, teacher: bool = False) -> Tensor:
-        """(n, vocabulary) at the positions that are set in `at` (b, t): the head computes no others."""
+    def _logits(self, part: Part, at: Tensor | None, teacher: bool = False) -> Tensor:
+        """(n, vocabulary) at the places `at` (n,) among the b * t, or at all: the head computes no others."""
+
+        def pick(_: Any, args: tuple) -> tuple:
+            hidden = args[0].flatten(0, 1)
+            return (hidden if at is None else hidden.index_select(0, at))[None], *args[1:]
+
         model = self.teacher if teacher and self.teacher is not None else self.model
         packed = {} if part.positions is None else {"position_ids": part.positions}
         head = model.get_output_embeddings()
-        handle = head.register_forward_pre_hook(lambda _, args: (args[0][at][None], *args[1:]))
+        handle = head.register_forward_pre_hook(pick)
         try:
             return model(input_ids=part.ids, use_cache=False, **packed).logits[0]
         finally:
             handle.remove()
 
     @torch.no_grad()
-    def _teacher_logits(self, part: Part, at: Tensor) -> Tensor:
+    def _teacher_logits(self, part: Part, at: Tensor | None) -> Tensor:
         with nullcontext() if self.teacher is not None else as_base(self.model):
             return self._logits(part, at, teacher=True)
 
@@ -221,6 +234,7 @@ def missed_attention(q: Tensor, k: Tensor, bias: Tensor | None, null: Tensor | N
     at = known.int().argsort(dim=1, descending=True, stable=True)[:, :most]  # of each row the targets, then others
     real = known.gather(1, at)
     first, stop = (side.gather(1, at)[:, None, :, None] for side in evidence.unbind(-1))
+    at, real, first, stop = (m.to(q.device, non_blocking=True) for m in (at, real, first, stop))
     keys = torch.arange(k.shape[2], device=k.device)
     with torch.autocast(q.device.type, enabled=False):
         dtype = torch.promote_types(q.dtype, torch.float32)
