@@ -46,11 +46,11 @@ gpu-carry: .venv/.core
 
 # The kernels of GPUs in Triton's interpreter, on a CPU: no GPU is needed.
 gpu-rehearsal: .venv/.dev
-	[ -d .gpu-rehearsal ] || $(BIN)/pip install --quiet --no-compile --no-deps --target .gpu-rehearsal triton einops
+	[ -d .gpu-rehearsal/triton ] || $(BIN)/pip install --quiet --no-compile --no-deps --target .gpu-rehearsal triton einops
 	[ -d .gpu-rehearsal/mamba_ssm ] || { MAMBA_SKIP_CUDA_BUILD=TRUE $(BIN)/pip download --quiet --no-deps \
 	    --no-build-isolation --no-binary :all: -d .gpu-rehearsal mamba-ssm && cd .gpu-rehearsal && \
 	    tar xzf mamba_ssm-*.tar.gz && mv mamba_ssm-*/mamba_ssm . ; }
-	PYTHONPATH=.gpu-rehearsal $(BIN)/python -m pytest -n 0 tests/kernels
+	PYTHONPATH=.gpu-rehearsal $(BIN)/python -m pytest -n 0 tests/kernels tests/surgery/tuning/test_waits.py
 
 clean:
 	rm -rf .venv runs build dist

@@ -9,6 +9,7 @@ import torch
 from surgery.kernels.attention import ATTEND
 from surgery.kernels.choose import Operation
 from surgery.kernels.conv import CAUSAL_CONV
+from surgery.kernels.functions import on_gpu
 from surgery.kernels.selective import SELECTIVE_SCAN, SELECTIVE_STEP
 from surgery.kernels.ssd import SSD_SCAN, SSD_STEP
 
@@ -46,15 +47,17 @@ def sizes_of(mixer: Any) -> Sizes:
 @dataclass(frozen=True)
 class Served:
     """A kind of call, the backend that serves it, the one that serves it where gradients are wanted (None: there are none), and
-    why backends that would come first do not."""
+    why backends that would come first do not. alone: whether each document of a packed row is a call of its own."""
 
     call: str
     forward: str
     learning: str | None
     reasons: dict[str, str]
+    alone: bool = False
 
     def __str__(self) -> str:
         serves = self.forward + (f", with its gradient {self.learning}" if self.learning not in (None, self.forward) else "")
+        serves += ", a document at a time" if self.alone else ""
         why = "; ".join(f"not {name}: {reason}" for name, reason in self.reasons.items())
         return f"{self.call:<24}{serves:<10}  {why}".rstrip()
 
@@ -101,11 +104,20 @@ def make_calls(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> Iterat
         yield "attend channels", ATTEND, [q[:, :1, :, :m], k[:, :1, :, :m], draw(b, 1, t, 10 * p), None, null[:1], None, None]
 
 
+def in_one_call(operation: Operation, args: list[Any]) -> bool:
+    """Whether the documents of packed rows are one call, as ssd_scan, causal_conv and attend decide it."""
+    if not on_gpu(args[0]):
+        return False
+    return operation is CAUSAL_CONV or operation.choose(*args).name not in ("reference", "plain")
+
+
 def explain(device: str | torch.device, dtype: torch.dtype, sizes: Sizes | None = None) -> tuple[list[Served], list[str]]:
     """(who serves every kind of call, what would help). It tries the backends, which takes minutes where mamba_ssm tunes its
     kernels for the first time."""
     device, rows, missing = torch.device(device), [], set()
-    for call, operation, args in make_calls(device, dtype, Sizes() if sizes is None else sizes):
+    for call, operation, given in make_calls(device, dtype, Sizes() if sizes is None else sizes):
+        alone = call.endswith("packed") and not in_one_call(operation, given)
+        args = [None if alone and isinstance(m, torch.Tensor) and m.dtype == torch.int32 else m for m in given]
         served: list[str] = []
         reasons: dict[str, str] = {}
         for learning in (False, True) if operation.differentiable else (False,):
@@ -122,7 +134,7 @@ def explain(device: str | torch.device, dtype: torch.dtype, sizes: Sizes | None 
         missing |= {
             backend for backend, reason in reasons.items() if "ModuleNotFoundError" in reason or "no C compiler" in reason
         }
-        rows.append(Served(call, served[0], served[1] if len(served) > 1 else None, reasons))
+        rows.append(Served(call, served[0], served[1] if len(served) > 1 else None, reasons, alone))
     return rows, advise(device, missing)
 
 

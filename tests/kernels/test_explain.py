@@ -11,6 +11,8 @@ def test_every_kind_of_call_is_served_on_a_cpu(sizes):
     rows, _ = explain("cpu", torch.float32, sizes)
     calls = [*make_calls(torch.device("cpu"), torch.float32, sizes)]
     assert [row.call for row in rows] == [call for call, *_ in calls]
+    assert all(row.alone == row.call.endswith("packed") for row in rows)  # on a GPU they are one call
+    assert all(row.forward != "reference" for row in rows if row.call.startswith("ssd"))
     names = {operation.name for _, operation, _ in calls}
     assert ("ssd_scan" in names) == (sizes.heads > 0 and not sizes.delta)
     assert ("selective_scan" in names) == (sizes.channels > 0)
