@@ -131,9 +131,9 @@ def explain(device: str | torch.device, dtype: torch.dtype, sizes: Sizes | None 
                     break
                 if not backend.on_request:
                     reasons[backend.name] = operation.why_not(backend, *own) or reasons.get(backend.name, "")
-        missing |= {
-            backend for backend, reason in reasons.items() if "ModuleNotFoundError" in reason or "no C compiler" in reason
-        }
+        lacks = {backend for backend, reason in reasons.items() if "ModuleNotFoundError" in reason or "no C compiler" in reason}
+        # Of mamba_ssm the scan of Mamba-1 needs what has to be compiled.
+        missing |= {"selective_scan"} if operation is SELECTIVE_SCAN and "mamba_ssm" in lacks else lacks
         rows.append(Served(call, served[0], served[1] if len(served) > 1 else None, reasons, alone))
     return rows, advise(device, missing)
 
@@ -145,6 +145,8 @@ def advise(device: torch.device, missing: set[str]) -> list[str]:
     if device.type == "cuda" and "mamba_ssm" in missing:
         command = "MAMBA_SKIP_CUDA_BUILD=TRUE pip install --no-build-isolation --no-deps mamba-ssm && pip install einops"
         return [f"faster scans (it compiles nothing): {command}"]
+    if device.type == "cuda" and "selective_scan" in missing:
+        return ["a faster scan: pip install kernels, and SURGERY_KERNELS=selective_scan=hub (it downloads a build)"]
     if device.type == "cuda" and "causal_conv1d" in missing:
         return ["a faster convolution: pip install kernels, and SURGERY_KERNELS=causal_conv=hub (it downloads a build)"]
     return []

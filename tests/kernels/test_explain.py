@@ -22,5 +22,6 @@ def test_one_command_for_what_is_missing():
     cuda, cpu = torch.device("cuda"), torch.device("cpu")
     assert "mamba-ssm" in advise(cuda, {"mamba_ssm", "causal_conv1d"})[0]
     assert "SURGERY_KERNELS" in advise(cuda, {"causal_conv1d"})[0]
+    assert "selective_scan=hub" in advise(cuda, {"selective_scan", "causal_conv1d"})[0]
     assert advise(cuda, set()) == advise(cpu, {"mamba_ssm"}) == []
     assert len(advise(cpu, {"native"})) == 1
