@@ -338,8 +338,8 @@ def subject_of(
 
 
 def prepared(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy in eval mode, with experts in plain PyTorch, which alone know float64."""
-    copied = copy.deepcopy(model).eval()
+    """A copy on the CPU in eval mode, with experts in plain PyTorch, which alone know float64."""
+    copied = copy.deepcopy(model).cpu().eval()
     if hasattr(copied, "set_experts_implementation"):
         copied.set_experts_implementation("eager")
     return copied

@@ -6,6 +6,7 @@ checked from its config.json, without its weights.
 """
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from surgery.errors import UserError, did_you_mean
 
 HIDDEN, HEADS, WIDTH, STATE, EXPERTS = 64, 4, 16, 16, 4
+SMALL, WORDS = 5_000_000, 1000  # parameters of a model that is checked whole; words of one that is not
+UNCUT = ("bamba_hybrid", "falcon_h1_hybrid", "jamba_hybrid")  # whose kinds of layers follow from other fields
 MOST = 1024  # of a hidden size that could not be made small
 
 # By the field's name, what it becomes where it is larger.
@@ -184,6 +187,33 @@ def _fewer_layers(fields: dict[str, Any]) -> dict[str, Any]:
     kept.sort()
     small = {name: [each[place] for place in kept] for name, each in lists.items()}
     return small | {name: len(kept) for name in DEPTHS if name in fields and depth is not None}
+
+
+@torch.no_grad()
+def first_of_each_kind(model: Any) -> Any:
+    """A hybrid with its own weights, of whose layers the first of each kind and two without grafts are there, and of whose
+    words the first WORDS. So its code, settings and grafts are checked in a time that does not grow with its depth. A small
+    model, and one whose configuration cannot be cut so, is returned as it is."""
+    config, grafts = model.config, {entry["layer"]: entry for entry in getattr(model.config, "grafts", None) or ()}
+    if sum(p.numel() for p in model.parameters()) <= SMALL or config.model_type in UNCUT:
+        return model
+    depth, lists = (
+        config.num_hidden_layers,
+        {n: getattr(config, n) for n in LISTS if isinstance(getattr(config, n, None), list)},
+    )
+    kinds = [(grafts.get(layer, {}).get("kind"), *(each[layer] for each in lists.values())) for layer in range(depth)]
+    kept = sorted({*map(kinds.index, kinds), *[layer for layer in range(depth) if layer not in grafts][:2]})
+    fields = config.to_dict() | {"num_hidden_layers": len(kept), "vocab_size": min(WORDS, config.vocab_size)}
+    fields |= {name: [each[layer] for layer in kept] for name, each in lists.items()}
+    fields["grafts"] = [grafts[layer] | {"layer": place} for place, layer in enumerate(kept) if layer in grafts]
+    with torch.random.fork_rng(devices=[]):
+        few = type(model)(type(config)(**fields)).to(model.dtype).eval()
+    whole = model.state_dict()
+    places = {str(place): str(layer) for place, layer in enumerate(kept)}
+    for name, tensor in few.state_dict().items():
+        source = whole[re.sub(r"(?<=layers\.)\d+", lambda found: places[found[0]], name, count=1)]
+        tensor.copy_(source[: len(tensor)] if tensor.dim() else source)
+    return few
 
 
 def random_model(config: PreTrainedConfig, *, seed: int = 0, trust_remote_code: bool = False) -> PreTrainedModel:

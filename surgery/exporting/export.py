@@ -8,7 +8,6 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from surgery.checking.check import check_laws
 from surgery.errors import UserError
 from surgery.exporting.card import NEEDED, NEEDS, write_card
 from surgery.exporting.fresh import LENGTHS
@@ -127,8 +126,6 @@ def write_export(
         reader, proof = READERS.get(format), None
         if reader is not None:
             proof = prove(process, hybrid, len(tokenizer), folder, reader=reader, verify=verify, base=str(place))
-            if verify == "full":
-                proof = proof.model_copy(update={"laws": check_state(hybrid)})
             say(f"export: {proof}")
     record = Export(
         format=format,
@@ -144,17 +141,6 @@ def write_export(
     record.write(folder / RECORD)
     write_card(folder, record, home.resolve().name, plan, report)
     return proof
-
-
-def check_state(hybrid: PreTrainedModel) -> tuple[str, ...]:
-    """The laws of a recurrent state that a model keeps. Raises UserError for one that is broken."""
-    findings, _ = check_laws(hybrid)
-    for finding in findings:
-        if finding.verdict == "wrong":
-            raise UserError(
-                f"the model breaks the law '{finding.law}': {finding.meaning} ({finding.where}); nothing was written"
-            )
-    return tuple(finding.law for finding in findings if finding.verdict == "right")
 
 
 def writer_of(format: str) -> Callable[..., None]:

@@ -16,6 +16,8 @@ from safetensors.torch import load
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from surgery.checking.check import all_laws, check_laws
+from surgery.checking.shrink import first_of_each_kind
 from surgery.errors import UserError
 from surgery.exporting import fresh
 from surgery.records.record import Record
@@ -75,18 +77,19 @@ def prove(
     dtype = _dtype(hybrid, verify)
     request = {"folder": str(folder.resolve()), "reader": reader, "base": base, "verify": verify}
     request |= {"dtype": dtype, "device": str(hybrid.device)}
-    output = process.ask(request)
-    theirs = load(output)
-    header = json.loads(output[8 : 8 + int.from_bytes(output[:8], "little")])["__metadata__"]
-    sums = fresh.checksums(hybrid)
-    if wrong := sorted(name for name in sums.keys() | header.keys() if sums.get(name) != header.get(name)):
-        raise UserError(f"what was read back is not what was written: the tensor '{wrong[0]}' differs; nothing was written")
+    process.send(request)  # and meanwhile the same here
+    laws, sums = check_state(hybrid, full=verify == "full"), fresh.checksums(hybrid)
     live = hybrid if str(hybrid.dtype) == f"torch.{dtype}" else copy.deepcopy(hybrid).to(getattr(torch, dtype))
     mode = hybrid.training
     ours = fresh.answer(live, vocabulary, verify)
     hybrid.train(mode)
     prompts = fresh.make_prompts(vocabulary, verify)
     allowed = measure_rounding(live, ours[f"prompt {len(prompts[-1])}"], prompts[-1][None])
+    output = process.receive()
+    theirs = load(output)
+    header = json.loads(output[8 : 8 + int.from_bytes(output[:8], "little")])["__metadata__"]
+    if wrong := sorted(name for name in sums.keys() | header.keys() if sums.get(name) != header.get(name)):
+        raise UserError(f"what was read back is not what was written: the tensor '{wrong[0]}' differs; nothing was written")
     difference = compare_answers(ours, theirs, allowed)
     if not difference <= allowed:
         raise UserError(f"what was read back is not the live model: its logits differ by {difference:.3g}; nothing was written")
@@ -101,7 +104,24 @@ def prove(
         tokens=fresh.NEW[verify],
         difference=difference,
         tolerance=allowed,
+        laws=laws,
     )
+
+
+def check_state(hybrid: PreTrainedModel, *, full: bool) -> tuple[str, ...]:
+    """The laws of a recurrent state that a model keeps; "save and load again" is what a proof itself asks. full: all but the
+    slow ones; else the quick ones, of a large model asked of the first layer of each kind, and of none where a large model
+    cannot be cut so. A quantised model, or one that is spread over devices, is not asked. Raises UserError for a broken law."""
+    if hybrid.__dict__.get("is_quantized") or hybrid.__dict__.get("hf_device_map"):
+        return ()
+    asked: Any = hybrid if full else first_of_each_kind(hybrid)
+    if not full and 4 * sum(parameter.numel() for parameter in asked.parameters()) > WIDE:
+        return ()
+    names = tuple(name for name, law in all_laws().items() if (not law.slow if full else law.quick) and name != "save_load")
+    findings, _ = check_laws(asked, only=names)
+    if wrong := next((finding for finding in findings if finding.verdict == "wrong"), None):
+        raise UserError(f"the model breaks the law '{wrong.law}': {wrong.meaning} ({wrong.where}); nothing was written")
+    return tuple(finding.law for finding in findings if finding.verdict == "right")
 
 
 def _dtype(hybrid: PreTrainedModel, verify: str) -> str:

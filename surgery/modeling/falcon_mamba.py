@@ -37,8 +37,8 @@ class FalconMambaHybridModel(HybridBackbone, FalconMambaModel):
     def __init__(self, config: FalconMambaHybridConfig):
         super().__init__(config)
         norms: list[Any] = [block.norm for block in self.layers]
-        blocks = (HybridBlock(config, norm, FalconMambaHybridMixer(config, layer)) for layer, norm in enumerate(norms))
-        self.layers = nn.ModuleList(blocks)
+        mixers = (FalconMambaHybridMixer(config, layer, initialize_mixer_weights=False) for layer in range(len(norms)))
+        self.layers = nn.ModuleList(HybridBlock(config, norm, mixer) for norm, mixer in zip(norms, mixers, strict=True))
         self.put_grafts()
         self.post_init()
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -68,12 +69,16 @@ class FreshPython:
             [sys.executable, "-P", str(script)], stdin=pipe, stdout=pipe, stderr=pipe, env=environment
         )
 
-    def ask(self, request: dict[str, Any]) -> bytes:
-        """What the script prints when it has read a request, one JSON, on its standard input; it may be asked once.
+    def send(self, request: dict[str, Any]) -> None:
+        """Give the script its one request, a JSON on its standard input, and do not wait."""
+        pipe, self._process.stdin = self._process.stdin, None
+        assert pipe is not None
+        with suppress(BrokenPipeError), pipe:  # where it has failed, receive() says why
+            pipe.write(json.dumps(request).encode())
 
-        Raises UserError, with the last line of its errors, if it fails.
-        """
-        output, errors = self._process.communicate(json.dumps(request).encode())
+    def receive(self) -> bytes:
+        """What the script prints. Raises UserError, with the last line of its errors, if it fails."""
+        output, errors = self._process.communicate()
         if self._process.returncode:
             lines = errors.decode(errors="replace").strip().splitlines()
             raise UserError(f"a fresh Python process failed: {lines[-1] if lines else f'status {self._process.returncode}'}")

@@ -8,12 +8,15 @@ from torch import nn
 from transformers import StaticCache
 from transformers.cache_utils import Cache, LinearAttentionLayer
 
+from surgery.checking import shrink as shrink_module
 from surgery.checking.check import all_laws, check, check_laws
 from surgery.checking.law import subject_of
-from surgery.checking.shrink import random_model, read_config, shrink
+from surgery.checking.shrink import first_of_each_kind, random_model, read_config, shrink
 from surgery.modeling.bamba import BambaHybridForCausalLM
 from surgery.modeling.mamba2 import Mamba2HybridForCausalLM
 from surgery.splicing.splice import adopt
+from tests.surgery.modeling.bases import BASES, make_hybrid
+from tests.surgery.modeling.stock_bases import make_hybrid as make_stock_hybrid
 
 
 class Faulty:
@@ -303,6 +306,28 @@ def test_a_second_turn_is_right_without_grafts(name):
     hybrid = adopt(random_model(shrink(read_config(name))))
     found = all_laws()["second_turn"].run(subject_of(hybrid))
     assert {case.verdict for case in found.cases} == {"right"}
+
+
+@pytest.mark.parametrize("name", BASES)
+def test_hybrids_keep_every_law_or_refuse_it(name):
+    """Also where the stock base is wrong: Mamba-1 and Falcon-Mamba do not continue a cache by chunks."""
+    findings, dtype = check_laws(make_hybrid(name))
+    assert dtype == "float64"
+    assert [f for f in findings if f.verdict == "wrong"] == []
+    refused = {"cache cropped", "prefill by chunks", "longer than the training length"}
+    assert {f.law for f in findings if f.verdict != "right"} <= refused
+
+
+@pytest.mark.parametrize("name", [*BASES, "granitemoehybrid", "zamba2", "qwen3_next"])
+def test_a_hybrid_of_a_few_of_its_layers_keeps_them(monkeypatch, name):
+    monkeypatch.setattr(shrink_module, "SMALL", 0)
+    hybrid = make_hybrid(name) if name in BASES else make_stock_hybrid(name)
+    few = first_of_each_kind(hybrid)
+    assert few.config.num_hidden_layers < hybrid.config.num_hidden_layers
+    assert few.config.grafts
+    assert {p.dtype for p in few.parameters()} == {p.dtype for p in hybrid.parameters()}
+    findings, _ = check_laws(few, quick=True)
+    assert [f for f in findings if f.verdict == "wrong"] == []
 
 
 def test_the_model_that_is_checked_stays_as_it_was():

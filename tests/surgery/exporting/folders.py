@@ -44,7 +44,11 @@ def hybrid_of(folder: Path, plan: Plan = PLAN) -> tuple[Any, Any]:
 class InProcess:
     """Reads and answers as fresh.py does, in this process."""
 
-    def ask(self, request: dict[str, Any]) -> bytes:
+    def send(self, request: dict[str, Any]) -> None:
+        self.request = request
+
+    def receive(self) -> bytes:
+        request = self.request
         if request["reader"] == "surgery":
             model, tokenizer = join_patch(request["folder"], request["base"], dtype="stored")
         else:

@@ -50,6 +50,7 @@ def test_a_fresh_process_without_this_package_reads_it_back(exported):
     folder, proof = exported
     assert proof.reader == "transformers"
     assert 0 <= proof.difference <= proof.tolerance < 1e-2
+    assert {"batch of 1 against 4", "cache, continued by chunks", "left padding"} <= set(proof.laws)
     assert {"config.json", "model.safetensors", "tokenizer.json", "plan.json", "export.json", "README.md"} <= {
         path.name for path in folder.iterdir()
     }
@@ -122,6 +123,20 @@ def test_a_planted_fault_is_found_and_nothing_is_written(hybrid, base, tmp_path,
 
     monkeypatch.setattr(module, "write_hf", write_wrong)
     with pytest.raises(UserError):
+        export(*hybrid, tmp_path / "out", plan=PLAN, base=base)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_hybrid_that_breaks_a_law_is_not_written(hybrid, base, tmp_path, monkeypatch, in_process):
+    forward = type(hybrid[0]).forward
+
+    def sees_other_rows(self, *args, **named):
+        output = forward(self, *args, **named)
+        output.logits = output.logits + 0.1 * output.logits.mean(0, keepdim=True) * (len(output.logits) > 1)
+        return output
+
+    monkeypatch.setattr(type(hybrid[0]), "forward", sees_other_rows)
+    with pytest.raises(UserError, match="law"):
         export(*hybrid, tmp_path / "out", plan=PLAN, base=base)
     assert not (tmp_path / "out").exists()
 

@@ -70,12 +70,15 @@ def test_a_fresh_process_is_apart_from_this_folder_and_the_hub(tmp_path, monkeyp
     script = tmp_path / "scripts" / "script.py"
     script.write_text(ECHO)
     with FreshPython(script) as process:
-        path, inherited, offline = json.loads(process.ask({"fail": False}))
+        process.send({"fail": False})
+        path, inherited, offline = json.loads(process.receive())
     assert str(tmp_path) not in path
     assert str(script.parent) not in path
     assert (inherited, offline) == (None, "1")
-    with FreshPython(script) as process, pytest.raises(UserError, match="it failed"):
-        process.ask({"fail": True})
+    with FreshPython(script) as process:
+        process.send({"fail": True})
+        with pytest.raises(UserError, match="it failed"):
+            process.receive()
     assert processes.is_main()
 
 
