@@ -1,5 +1,6 @@
 """`surgery run MODEL`: a recipe chosen from a first look, and what a recipe takes in time and memory."""
 
+import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,12 +44,16 @@ def choose_recipe(seen: Look, model: str, text: Path | None, settings: list[str]
     }
     given = {setting.partition("=")[0].strip() for setting in settings}
     if text is not None:
-        train, held_out = divide_text(text)
-        facts = TOY if seen.facts == TOY else "capitals"
-        tree["data"] = {"train_text": [str(train)], "held_out_text": str(held_out), "facts": facts}
+        tree = apply_settings(tree, [*text_settings(text), f"data.facts={TOY if seen.facts == TOY else 'capitals'}"])
     elif seen.facts != TOY and "data.train_text" not in given:
         raise UserError(f"{seen.model} does not know the built-in toy data; give text of the kind that it knows, --text FILE")
     return make_recipe(apply_settings(tree, settings), "--set")
+
+
+def text_settings(text: Path) -> list[str]:
+    """The settings (key=value) by which a text is tuned and measured on."""
+    train, held_out = map(str, divide_text(text))
+    return [f"data.train_text={json.dumps([train])}", f"data.held_out_text={json.dumps(held_out)}"]
 
 
 def divide_text(text: Path) -> tuple[Path, Path]:

@@ -18,7 +18,7 @@ from surgery.cli.options import (
     refuse_hybrid,
 )
 from surgery.errors import UserError
-from surgery.records.recipe import apply_settings, make_recipe, read_recipe, recipe_text
+from surgery.records.recipe import Recipe, apply_settings, make_recipe, read_recipe, recipe_text
 from surgery.runtime.files import check_output, read_text
 from surgery.runtime.progress import say, show
 
@@ -41,8 +41,9 @@ def run(
 ) -> None:
     """Edit a model and say whether it helped, or follow a recipe.
 
-    For a model, a first look chooses the recipe, which --set changes; it is kept as recipe.yaml. The folder then holds
-    report.html, the hybrid, and what each step found. Exit status 1: the model is not worth editing, or another skill was lost.
+    For a model, a first look chooses the recipe, which --set changes; it is kept as recipe.yaml, with which --resume goes on.
+    The folder then holds report.html, the hybrid, and what each step found. Exit status 1: the model is not worth editing, or
+    another skill was lost.
 
     Examples:
       surgery run checkpoints/tiny-mamba2 --dry-run
@@ -68,6 +69,9 @@ def run(
     check_data(recipe.data)
     if not dry_run:
         check_output(out, [*recipe.input_files(), *([text] if text else [])], resume=resume, overwrite=overwrite)
+    chosen = out / "recipe.yaml"
+    if resume and not is_recipe and chosen.exists():
+        recipe, is_recipe = resumed(chosen, target, text, settings), True
     from surgery import automatic
     from surgery.look import look
     from surgery.pipeline import run as run_recipe
@@ -93,6 +97,17 @@ def run(
     show(f'Use it: AutoModelForCausalLM.from_pretrained("{out / "hybrid"}", trust_remote_code=True)')
     if report.verdict.answer == "mixed":
         raise typer.Exit(1)
+
+
+def resumed(chosen: Path, target: str, text: Path | None, settings: list[str]) -> Recipe:
+    """The recipe that an earlier run chose, with what is set or given now before it."""
+    from surgery.automatic import text_settings
+
+    recipe = read_recipe(chosen, [*(text_settings(text) if text is not None else []), *settings])
+    if Path(recipe.model).resolve() != Path(target).resolve():
+        raise UserError(f"{chosen.parent} holds a run on {recipe.model}, not on {target}; choose another --out")
+    check_data(recipe.data)
+    return recipe
 
 
 def check_text(text: Path) -> None:

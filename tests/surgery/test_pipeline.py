@@ -5,11 +5,12 @@ from pathlib import Path
 import pytest
 
 from surgery import automatic, pipeline
+from surgery.cli.run import resumed
 from surgery.errors import UserError
 from surgery.exporting import export as exporting
 from surgery.look import look
 from surgery.models.load import load
-from surgery.records.recipe import read_recipe
+from surgery.records.recipe import read_recipe, recipe_text
 from surgery.records.report import Report
 from tests.surgery.exporting.folders import InProcess
 
@@ -114,3 +115,17 @@ def test_a_recipe_is_chosen_that_settings_change(seen, tmp_path, monkeypatch):
     parts = [Path(name).read_text() for name in (*with_text.data.train_text, with_text.data.held_out_text)]
     assert "".join(parts) == text.read_text()
     assert automatic.estimate(with_text, seen).memory > seen.parameters * 4
+
+
+def test_resume_goes_on_with_the_recipe_that_was_chosen(seen, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    text = tmp_path / "text.txt"
+    text.write_text("One line of text.\n" * 2000)
+    chosen = automatic.choose_recipe(seen, BASE, text, ["tune.steps=7"])
+    (tmp_path / "recipe.yaml").write_text(recipe_text(chosen))
+    assert resumed(tmp_path / "recipe.yaml", BASE, None, []) == chosen
+    assert resumed(tmp_path / "recipe.yaml", BASE, text, ["tune.steps=8"]).tune.steps == 8
+    text.write_text("Another line of text.\n" * 2000)
+    assert resumed(tmp_path / "recipe.yaml", BASE, text, []).data.train_text != chosen.data.train_text
+    with pytest.raises(UserError):
+        resumed(tmp_path / "recipe.yaml", str(Path(BASE).parent / "tiny-llama"), None, [])
