@@ -124,7 +124,7 @@ class ExampleSource:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, options: Tune, seed: int):
         """Raises UserError for examples that cannot be made, at all combinations of the ends of their ranges."""
         self.tokenizer, self.options, self.seed = tokenizer, options, seed
-        has_evidence = not options.hints
+        has_evidence = not options.hints or options.bigram_weight > 0
         for entry in options.examples:
             if entry.queries is not None and entry.probe != "kv":
                 raise UserError(f"tune.examples: queries are for kv; the probe '{entry.probe}' asks one question")
@@ -207,19 +207,22 @@ class Batches:
         return parts
 
     def text(self, step: int) -> Part:
-        """Rows of text, whose targets are the tokens that complete repeated rare bigrams, where these have a weight."""
+        """Rows of text, whose targets are the tokens that complete repeated rare bigrams, where these have a weight. What such
+        a token is read from is the same token where the bigram stood before."""
         size = self.options.text_batch_size
         ids, positions = text_rows(
             self.sources, self.tokenizer, self.options.text_tokens, range(step * size, (step + 1) * size), self.seed
         )
-        targets = torch.full_like(ids, IGNORE)
+        targets, evidence = torch.full_like(ids, IGNORE), None
         if self.pairs is not None:
             documents = None if positions is None else (positions == 0).cumsum(1).numpy()
             before = torch.from_numpy(find_repeats(ids.numpy(), self.pairs, self.data.rare, within=False, documents=documents))
             asked = before.roll(-1, 1)  # from the token before it
             asked[:, -1] = -1
             targets = torch.where(asked >= 0, ids.roll(-1, 1), IGNORE)
-        return Part("text", ids, targets, positions)
+            evidence = torch.stack([asked, asked + 1], -1) if self.options.hints else None
+            evidence = None if evidence is None else evidence * (asked >= 0)[..., None]
+        return Part("text", ids, targets, positions, evidence)
 
     def _count_pairs(self) -> PairCounts:
         """How often bigrams occur in the training text: in the part that is kept back, so that no row was counted."""

@@ -1,9 +1,9 @@
 """The losses of tuning, each of one part of a batch.
 
-- examples: cross-entropy at the answers of training examples; with hints, also minus the log of the attention that the grafts
-  pay to what each answer is read from.
+- examples: cross-entropy at the answers of training examples.
 - text: KL(base || hybrid) of every token; with bigrams, also the cross-entropy at repeated rare bigrams.
 - skills: KL(base || hybrid) at the answers to questions about what the base can do besides.
+- hints: minus the log of the attention that the grafts pay to what each answer, or repeated bigram, is read from.
 
 The teacher is the hybrid itself with its grafts (and adapters) switched off, so it computes what the base computes and needs no
 memory; a control, which has no grafts to switch off, brings its base along.
@@ -90,7 +90,7 @@ class Losses(nn.Module):
         """dtype: that autocast computes in, if any."""
         super().__init__()
         self.model, self.teacher, self.weights, self.dtype = model, teacher, weights, dtype
-        self.evidence: Tensor | None = None
+        self.part: Part | None = None
         self.missed: list[Tensor] = []
         grafts = [m.graft for m in model.modules() if isinstance(m, GraftMixer) and m.graft is not None]
         self.handles = [graft.register_forward_pre_hook(self._watch) for graft in grafts if weights.hints]
@@ -104,12 +104,10 @@ class Losses(nn.Module):
         """(the loss to minimise, its terms in nats, without their weights). counts: the numbers of targets and of tokens in the
         whole batch, of which this part may be a share; among several processes, their means."""
         targets, tokens = (max(count, 1e-9) for count in counts)
-        self.evidence, self.missed = (part.evidence if part.kind == "examples" else None), []
+        self.part, self.missed = part, []
         if part.kind == "examples":
             logits = self._logits(part, part.asked)
             terms = {"examples": self._entropy(logits, part) / targets}
-            if self.missed:
-                terms["hints"] = torch.stack(self.missed).mean() / targets
         elif part.kind == "skills":
             divergence = kl_divergence(self._logits(part, part.asked), self._teacher_logits(part, part.asked))
             terms = {"skills": divergence / targets}
@@ -123,6 +121,8 @@ class Losses(nn.Module):
                 terms["kl"] = kl_divergence(student, self._teacher_logits(part, at)) / tokens
             if self.weights.bigrams:
                 terms["bigrams"] = self._entropy(logits.index_select(0, part.asked), part) / targets
+        if self.missed:
+            terms["hints"] = torch.stack(self.missed).mean() / targets
         weights = {
             "kl": self.weights.kl,
             "skills": self.weights.skills,
@@ -163,11 +163,13 @@ class Losses(nn.Module):
     def _watch(self, graft: Any, args: tuple) -> None:
         """A hook before a graft's forward: note what the graft misses of the evidence. Where activations are computed again
         on the backward pass, it runs again."""
-        if self.evidence is None:
+        if self.part is None or self.part.evidence is None:
             return
         mixer, hidden, streams = args[:3]
         q, k = graft.queries_and_keys(mixer, hidden, streams, None, None, None)
-        self.missed.append(missed_attention(q, k, graft_bias(graft, streams), graft.null, self.evidence).mean())
+        documents = None if self.part.positions is None else (self.part.positions == 0).cumsum(1)
+        missed = missed_attention(q, k, graft_bias(graft, streams), graft.null, self.part.evidence, documents)
+        self.missed.append(missed.mean())
 
     def close(self) -> None:
         """Take the hooks from the grafts."""
@@ -224,10 +226,13 @@ def graft_bias(graft: Graft, streams: Any) -> Tensor | None:
     return streams.log_write[..., graft.heads].transpose(1, 2)
 
 
-def missed_attention(q: Tensor, k: Tensor, bias: Tensor | None, null: Tensor | None, evidence: Tensor) -> Tensor:
+def missed_attention(
+    q: Tensor, k: Tensor, bias: Tensor | None, null: Tensor | None, evidence: Tensor, documents: Tensor | None = None
+) -> Tensor:
     """(pairs,): minus the log of the attention that each target's evidence gets, summed over the targets.
 
-    q, k (b, pairs, t, width); bias (b, pairs, t); null (pairs,), the graft's parameter; evidence (b, t, 2) as in Part.
+    q, k (b, pairs, t, width); bias (b, pairs, t); null (pairs,), the graft's parameter; evidence (b, t, 2) as in Part;
+    documents (b, t): the number of each token's document, where a row holds several.
     """
     known = evidence[..., 1] > evidence[..., 0]
     most = int(known.sum(1).max())
@@ -242,6 +247,10 @@ def missed_attention(q: Tensor, k: Tensor, bias: Tensor | None, null: Tensor | N
         scores = asking @ k.to(dtype).transpose(-1, -2)  # b pairs most t
         scores = scores if bias is None else scores + bias[:, :, None].to(dtype)
         scores = scores.masked_fill(keys > at[:, None, :, None], -torch.inf)
+        if documents is not None:
+            documents = documents.to(q.device, non_blocking=True)
+            strange = documents.gather(1, at)[..., None] != documents[:, None]
+            scores = scores.masked_fill(strange[:, None], -torch.inf)
         whole = scores.logsumexp(-1)
         if null is not None:
             whole = torch.logaddexp(whole, NATS * null[:, None].to(dtype))

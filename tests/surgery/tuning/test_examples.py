@@ -2,6 +2,7 @@
 
 import random
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +12,9 @@ from surgery.errors import UserError
 from surgery.probes import make_probe
 from surgery.probes.kv import ask_value
 from surgery.probes.toy import key_words
-from surgery.records.recipe import Examples, Hints
+from surgery.records.recipe import Data, Examples, Hints
 from surgery.tuning.examples import (
+    Batches,
     ExampleSource,
     SkillSource,
     dictionary_example,
@@ -93,6 +95,21 @@ def test_examples_that_cannot_be_made_are_refused(entry: dict[str, Any]) -> None
 def test_hints_need_evidence() -> None:
     with pytest.raises(UserError, match="hints"):
         ExampleSource(TOKENIZER, few_steps(examples=(Examples(probe="knowledge"),), hints=Hints()), seed=0)
+
+
+def test_a_bigram_is_read_from_where_it_stood_before(tmp_path: Path) -> None:
+    words = [TOKENIZER.decode([token]).strip() for token in range(20, 60)]
+    (tmp_path / "text.txt").write_text("\n\n".join(" ".join([*words[i:], *words[i : i + 3], "."]) for i in range(12)))
+    options = few_steps(bigram_weight=1.0, hints=Hints(), examples=(), text_tokens=96)
+    part = Batches(TOKENIZER, options, Data(train_text=(str(tmp_path / "text.txt"),), skills=(), rare=1e6), seed=0).text(0)
+    assert part.evidence is not None
+    asked = part.targets != IGNORE
+    assert asked.any()
+    assert torch.equal(part.evidence[..., 1] > part.evidence[..., 0], asked)
+    for row, place in asked.nonzero().tolist():
+        source = int(part.evidence[row, place, 0])
+        assert part.ids[row, source - 1 : source + 1].tolist() == part.ids[row, place : place + 2].tolist()
+        assert source < place
 
 
 def test_skills_take_turns() -> None:

@@ -30,21 +30,27 @@ def test_divergence_and_its_gradient(rows: int, monkeypatch: pytest.MonkeyPatch)
     assert abs(half.item() - plain.item()) < 0.02 * rows
 
 
+@pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize("null", [False, True])
-def test_hints_are_the_attention_on_the_evidence(null: bool) -> None:
+def test_hints_are_the_attention_on_the_evidence(null: bool, documents: bool) -> None:
     torch.manual_seed(0)
     b, pairs, t, width = 2, 3, 9, 4
     q, k, bias = torch.randn(b, pairs, t, width), torch.randn(b, pairs, t, width), torch.randn(b, pairs, t)
     logit = torch.randn(pairs) / NATS if null else None
     evidence = torch.zeros(b, t, 2, dtype=torch.long)
     evidence[0, 5], evidence[0, 8], evidence[1, 7] = torch.tensor([1, 3]), torch.tensor([4, 5]), torch.tensor([0, 2])
+    numbers = torch.zeros(b, t, dtype=torch.long)  # of documents
+    numbers[0, 1:], numbers[1, 8:] = 1, 1
     missed = torch.zeros(pairs)
     for row, place in ((0, 5), (0, 8), (1, 7)):
         scores = torch.einsum("pw,psw->ps", q[row, :, place], k[row, :, : place + 1]) + bias[row, :, : place + 1]
+        if documents:
+            scores[:, numbers[row, : place + 1] != numbers[row, place]] = -torch.inf
         scores = scores if logit is None else torch.cat([scores, NATS * logit[:, None]], -1)
         first, stop = evidence[row, place].tolist()
         missed -= scores.softmax(-1)[:, first:stop].sum(-1).log()
-    assert torch.allclose(missed_attention(q, k, bias, logit, evidence), missed, atol=1e-5)
+    found = missed_attention(q, k, bias, logit, evidence, numbers if documents else None)
+    assert torch.allclose(found, missed, atol=1e-5)
 
 
 def examples() -> Part:
