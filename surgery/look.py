@@ -128,7 +128,7 @@ class Look(Record):
             for name, score in self.skills.items()
         ]
         if self.text_loss is not None:
-            worse = "; guessing among all tokens is as good" if self.misreads_text else ""
+            worse = "; guessing among all tokens is no worse" if self.misreads_text else ""
             lines.append(f"text: loss {self.text_loss.mean:.3f} nats per token (guessing {self.text_uniform:.3f}{worse})")
         held = [f"{size(h.bytes)}{f' (+{size(h.a_head)} a head)' if h.a_head else ''} at {h.context:,}" for h in self.held]
         lines += [f"cache: {', '.join(held)} tokens"] if held else []
@@ -255,6 +255,12 @@ def _judge(why_not: str, retrieval: dict[int, Score], loss: Estimate | None, uni
     above = [n for n, score in retrieval.items() if not score.at_chance]
     if why_not:
         return False, f"not to be edited: {why_not}."
+    if loss is not None and loss.mean >= uniform and not above:
+        return (
+            False,
+            "not worth trying: it neither retrieves nor predicts this text better than guessing. Are these the weights, and is "
+            "this the tokenizer, that belong together?",
+        )
     if loss is not None and loss.mean >= uniform:
         return (
             False,

@@ -80,10 +80,12 @@ def describe_change(change: Change, measurement: Measurement) -> str:
     if change.shown:
         better = (change.mean < 0) == (measurement.metric == "loss")
         return f"{'better' if better else 'worse'} ({describe_p(change.p)})"
+    if change.low > 0 or change.high < 0:
+        return f"not shown among so many comparisons ({describe_p(change.p)}, corrected)"
     if change.detectable is None:
         return "no difference seen; too few questions to see a small one"
     unit = " nats" if measurement.metric == "loss" else ""
-    return f"no difference seen; n = {change.n:,} shows differences of {change.detectable:.3f}{unit} or more"
+    return f"no difference seen; n = {change.n:,} shows differences of {change.detectable:.2g}{unit} or more"
 
 
 def describe_p(p: float) -> str:

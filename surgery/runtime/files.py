@@ -291,8 +291,9 @@ def check_output(
     if present and present != {MANIFEST} and not (resume or overwrite):
         raise UserError(f"--out {path} holds an earlier run: --resume goes on with it, --overwrite begins anew")
     place = next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())
-    if not (place.is_dir() and os.access(place, os.W_OK)):
-        raise UserError(f"cannot write to {path}: {place} is {'not writable' if place.is_dir() else 'a file'}")
+    if not place.is_dir():
+        raise UserError(f"cannot write to {path}: {place} is a file")
+    _check_writable(place)
     if (path / LOCK).exists():
         os.close(_take_lock(path))
     return bool(present)
