@@ -1,13 +1,15 @@
 """The page of the gap: what it says of a record, and what it does not."""
 
 import importlib.util
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-SPEC = importlib.util.spec_from_file_location("gap", Path(__file__).parents[2] / "recipes" / "evidence" / "gap" / "gap.py")
+ROOT = Path(__file__).parents[2]
+SPEC = importlib.util.spec_from_file_location("gap", ROOT / "recipes" / "evidence" / "gap" / "gap.py")
 assert SPEC is not None
 assert SPEC.loader is not None
 gap: Any = importlib.util.module_from_spec(SPEC)
@@ -22,7 +24,7 @@ def record(scores: dict[str, float], seeds: int = 3) -> list[dict[str, Any]]:
             right = rng.random(200) < scores.get(name, 0.3)
             results = {asked: gap.pack(right.astype(float), "accuracy") for asked in (*gap.QUESTIONS, "kv.16")}
             row = {"seed": seed, "model": name, "share": share, "results": results, "trained": 10, "cache_bytes": 2048}
-            row |= {"tokens": {"kv": 5, "text": 5}, "cpu_seconds": 1.0}
+            row |= {"tokens": {"kv": 5, "text": 5}, "cpu_seconds": 1.0, "sites": {"2": ["L0.H1,2"]}}
             rows.append(row | {"provenance": {"packages": {"torch": "2"}, "machine": "a machine"}})
     return rows
 
@@ -60,3 +62,19 @@ def test_seeds_that_are_not_complete_do_not_count() -> None:
     assert first_sentence(gap.write_page(rows[:9]))  # of the only seed, which is not complete
     for few in (0, 1, 5):
         assert "|" not in gap.write_page(rows[:few])  # no table of what is not known
+
+
+def figures(text: str) -> set[str]:
+    return set(re.findall(r"\d\.\d{2,}", text))
+
+
+def test_the_page_is_that_of_the_record() -> None:
+    assert (gap.HERE / "README.md").read_text() == gap.write_page(gap.read_rows())
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/claims.md"])
+def test_every_figure_that_is_quoted_stands_in_the_pages_of_the_study(page: str) -> None:
+    study = figures(" ".join(file.read_text() for file in gap.HERE.glob("*.md")))
+    quoted = figures(next(line for line in (ROOT / page).read_text().splitlines() if "evidence/gap/" in line))
+    assert quoted
+    assert quoted <= study

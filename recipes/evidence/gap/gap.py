@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from scipy.stats import binom
 
 import surgery
 from surgery.evaluation.costs import cache_bytes, read_context
@@ -161,6 +162,14 @@ class Seed:
             return self.base, note
         if name.endswith("more training"):
             return self.train_on("twin" if name.startswith("twin") else "base", share)
+        model, teacher, tuning, note["trained"] = self.begin(name)
+        if steps:
+            tuning = tuning.model_copy(update={"steps": steps, "warmup_steps": min(10, steps // 2)})
+            surgery.tune(model, self.tokenizer, tuning, seed=self.seed, name=name, teacher=teacher)
+        return model, note
+
+    def begin(self, name: str) -> tuple[Any, Any, surgery.Tune, int]:
+        """What is tuned: (the model, its teacher, how, how many numbers learn)."""
         tuning, model, teacher = TUNE, None, self.training("base").model
         if name.endswith(("head", "heads", "with adapters")):
             model = surgery.splice(self.base, self.plan(int(name[0]) if name[0].isdigit() else 2))
@@ -178,17 +187,14 @@ class Seed:
         else:  # everything learns, of copies
             teacher = self.training("twin" if name.startswith("twin") else "base").model
             model = copy.deepcopy(teacher).requires_grad_(True)
-        note["trained"] = sum(p.numel() for p in trained_parameters(model).values())
+        trained = sum(p.numel() for p in trained_parameters(model).values())
         if name.endswith("adapters"):
             rank, numbers = self.adapters()
-            note["trained"] += numbers
+            trained += numbers
             tuning = TUNE.model_copy(update={"lora": Lora(target_modules=("in_proj", "out_proj"), r=rank)})
         elif name == "all weights":
             tuning = TUNE.model_copy(update={"learning_rate": 1e-3})
-        if steps:
-            tuning = tuning.model_copy(update={"steps": steps, "warmup_steps": min(10, steps // 2)})
-            surgery.tune(model, self.tokenizer, tuning, seed=self.seed, name=name, teacher=teacher)
-        return model, note
+        return model, teacher, tuning, trained
 
     def adapters(self) -> tuple[int, int]:
         """(the rank at which adapters on all layers have as many numbers as the edit, or a few more; how many these are)."""
@@ -247,8 +253,8 @@ def unpack(result: dict[str, Any]) -> np.ndarray:
     return np.unpackbits(np.frombuffer(bytes.fromhex(result["right"]), np.uint8))[: result["n"]].astype(float)
 
 
-def read_rows() -> list[dict[str, Any]]:
-    return [json.loads(line) for line in read_text(RECORD).splitlines()] if RECORD.exists() else []
+def read_rows(record: Path = RECORD) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in read_text(record).splitlines()] if record.exists() else []
 
 
 def measure_all(seeds: list[int]) -> None:
@@ -284,26 +290,30 @@ PAGE = """# How much of the gap does an edit close?
 
 {verdict}. With 64 pairs it scores {theirs}, and the edit {ours}.
 The edit is two located heads, tuned on {equal:.0%} of the pretraining tokens. The base scores {base}, and its twin with
-attention at these heads from the first step on {twin}. The share of this gap that the edit closes: {closed}.
+attention at these heads from the first step on {twin}. The share of this gap that the edit closes: {closed} over all
+seeds; of the median seed {middle}.
 
-{seeds}; {cells} models are measured. A base has {parameters:,} parameters and has seen {tokens:,.0f} tokens
-(a mean over seeds), {pairs:,.0f} of them in dictionaries of up to 64 pairs.
+{seeds}; {cells} models are measured.
+A base has {parameters:,} parameters and has seen {tokens:,.0f} tokens (means over seeds), {pairs:,.0f} in dictionaries.
 Its twins have seen the same tokens in the same order: the script stops if the digests differ. The edit sees {seen:,.0f}
 tokens more, {seen_pairs:,.0f} in dictionaries. {limit} questions of a kind, the same for all models of a seed.
 
 Share closed: (edited - base) / (twin - base). Its 95% interval is Fieller's over seeds; of fewer than three seeds, each has
-its own, over questions. No share is printed where the interval of the gap itself reaches 0. A base has not learnt retrieval if
-it answers less than {learnt:.0%} with 16 pairs: {failed}. It counts like the others.
+its own, over questions. It is long where one seed differs from all others; the median's needs no assumption on how seeds are
+distributed. No share is printed where the interval of the gap itself reaches 0. A base has not learnt retrieval if
+it answers less than {learnt:.0%} with 16 pairs: {failed}. It counts like the others. Of the twins with one whole attention
+layer, {layers} do so with 64 pairs.
 
 ![Share of the gap closed, against the tokens of the edit](gap.png)
 
 {tables}
 
 Rivals that are tuned see the rows that the edit sees, at its learning rate (all of the base's weights: at a third of it).
-More pretraining sees as many tokens of its own kinds. None has more steps than the edit, so one that loses may only be slower.
+More pretraining sees as many tokens of its own kinds. None has more steps than the edit, so one that loses may only be slower:
+[plateau.md](plateau.md) gives the rivals three learning rates and up to 2,000 steps. [reach.md](reach.md) asks longer prompts
+and other questions.
 
-Not done: other sizes, Mamba-1, a law over sizes, prose, lettered choice, two hops, joint recall, longer prompts, a window
-of equal bytes, the copy cache, transfer, and a plateau of its own for each rival.
+Not done: other sizes, Mamba-1, a law over sizes, prose, a window of equal bytes, the copy cache.
 
 {minutes:.0f} minutes of processor time on {machine}; {packages}.
 `gap.py` measures, and writes this page; `gap.jsonl` is the record.
@@ -342,6 +352,14 @@ def show(found: tuple[Any, dict[int, Any]]) -> str:
     return "; ".join(words) or "not measured"
 
 
+def median(found: tuple[Any, dict[int, Any]]) -> str:
+    """The median of the seeds' shares, and between which of these it is at 95% by the binomial distribution, from six on."""
+    ordered = sorted(each.mean for each in found[1].values() if each)
+    rank = int(binom.ppf(0.025, len(ordered), 0.5)) if ordered else 0
+    words = f"{np.median(ordered):.2f}" if ordered else "no gap shown"
+    return f"{words} [{ordered[rank - 1]:.2f}, {ordered[-rank]:.2f}]" if rank else words
+
+
 def mean(rows: list[dict[str, Any]], cell: tuple[str, float], asked: str) -> str:
     found = [each.mean() for each in values(rows, cell, asked).values()]
     return f"{np.mean(found):.3f}" if found else "not measured"
@@ -368,20 +386,29 @@ def write_page(rows: list[dict[str, Any]]) -> str:
         tables.append([f"{share:.1%}" if share else "untrained", *found])
     tables += [
         [],
-        ["seed", "base, 16 pairs", "base, 64 pairs", "edit, 64 pairs", "twin, 64 pairs", "share closed, over questions"],
+        [
+            "seed",
+            "heads",
+            "base, 16 pairs",
+            "base, 64 pairs",
+            "edit, 64 pairs",
+            "twin, 64 pairs",
+            "share closed, over questions",
+        ],
     ]
     for seed in seeds:
         own = [row for row in rows if row["seed"] == seed]
         figures = [mean(own, *each) for each in ((base, "kv.16"), (base, "kv.64"), (main, "kv.64"), (twin, "kv.64"))]
-        tables.append([str(seed), *figures, show(shares(own, main, "kv.64", "twin"))])
+        heads = next(", ".join(row["sites"]["2"]) for row in own if row["model"] == "base")
+        tables.append([str(seed), heads, *figures, show(shares(own, main, "kv.64", "twin"))])
     failed = [seed for seed in seeds if values(rows, base, "kv.16")[seed].mean() < LEARNT]
-    head = ["numbers trained", "cache, 2,048 tokens", "64 pairs", "share closed", "loss on text"]
+    head = ["numbers trained", "cache, 2,048 tokens", "64 pairs", "share closed", "median seed", "loss on text"]
     tables += [[], [f"{EQUAL:.0%} of the tokens", *head]]
     for cell, words in (names | rivals).items():
         if cell in at:
             cost = [f"{at[cell]['trained']:,}", f"{at[cell]['cache_bytes'] / 1024:.0f} KiB"]
-            closed = show(shares(rows, cell, "kv.64", "twin"))
-            tables.append([words, *cost, mean(rows, cell, "kv.64"), closed, mean(rows, cell, "text")])
+            closed = shares(rows, cell, "kv.64", "twin")
+            tables.append([words, *cost, mean(rows, cell, "kv.64"), show(closed), median(closed), mean(rows, cell, "text")])
     tables += [[], ["yardsticks", *QUESTIONS.values()]]
     for cell, words in YARDSTICKS.items():
         tables.append([words, *(mean(rows, cell, asked) for asked in QUESTIONS)])
@@ -403,6 +430,7 @@ def write_page(rows: list[dict[str, Any]]) -> str:
         base=mean(rows, base, "kv.64"),
         twin=mean(rows, twin, "kv.64"),
         closed=show(shares(rows, main, "kv.64", "twin")),
+        middle=median(shares(rows, main, "kv.64", "twin")),
         seeds=f"{len(seeds)} seed{'s' * (len(seeds) > 1)} ({', '.join(map(str, seeds))})",
         cells=f"{len(rows)} of {len(cells) * len(seeds)}",
         parameters=first["trained"],
@@ -412,6 +440,7 @@ def write_page(rows: list[dict[str, Any]]) -> str:
         seen_pairs=tokens[main][1],
         limit=BENCH.limit,
         learnt=LEARNT,
+        layers=f"{sum(v.mean() >= LEARNT for v in values(rows, ('twin layer', 0.0), 'kv.64').values())} of {len(seeds)}",
         failed=f"seed {', '.join(map(str, failed))}" if failed else "none",
         tables="\n".join(lines),
         minutes=sum(row["cpu_seconds"] for row in rows) / 60,
@@ -430,19 +459,24 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     figure, axes = plt.subplots(figsize=(7.2, 4.2), layout="constrained")
     places = [max(share, SHARES[1] / 3) for share in SHARES]
     found = [shares(rows, ("2 heads", share), "kv.64", "twin")[1] for share in SHARES]
+    labels: dict[float, list[str]] = {}  # seeds whose lines end at about the same height share one
     for seed in sorted(found[0]):
         line = [each[seed].mean if each.get(seed) else np.nan for each in found]
         axes.plot(places, line, "o-", color="#0072b2", alpha=0.4, markersize=5, linewidth=0.8)
-        axes.annotate(f"seed {seed}", (places[-1], line[-1]), (6, -3), textcoords="offset points", fontsize=8, color="#6b7280")
+        height = next((other for other in labels if abs(other - line[-1]) < 0.04), line[-1])
+        labels.setdefault(height, []).append(str(seed))
+    for height, ends in labels.items():
+        text = f"seed{'s' * (len(ends) > 1)} {', '.join(ends)}"
+        axes.annotate(text, (places[-1], height), (6, -3), textcoords="offset points", fontsize=8, color="#6b7280")
     means = [np.nanmean([each.mean for each in at.values() if each is not None]) for at in found]
     axes.plot(places, means, color="#0072b2", linewidth=2.2, label="mean of the seeds' shares")
     axes.axhline(1, color="#6b7280", linestyle="--", linewidth=1)
     axes.set(xscale="log", xlabel="tokens of tuning, as a share of the pretraining tokens", ylabel="share of the gap closed")
     axes.set_ylim(min(0, axes.get_ylim()[0]), max(1.1, axes.get_ylim()[1]))
-    axes.set_xlim(places[0] / 1.5, places[-1] * 2)
+    axes.set_xlim(places[0] / 1.5, places[-1] * 3.5)
     axes.set_xticks(places, ["untrained", *(f"{share:.1%}" for share in SHARES[1:])])
     axes.set_title("64 pairs, two located heads, against the twin with attention there from the start", fontsize=10)
-    axes.legend(frameon=False)
+    axes.legend(frameon=False, loc=(0.45, 0.12))
     figure.savefig(path, dpi=120)
 
 
