@@ -172,7 +172,8 @@ class Examples(Record):
 
 
 class Hints(Record):
-    """Shows the grafts where the answers of training examples are: minus the log of the attention on the answer's span."""
+    """Shows the grafts where the answer of a training example, or a repeated bigram (tune.bigram_weight), stood before: minus
+    the log of the attention on it."""
 
     weight: Annotated[float, Field(gt=0, le=1e6)] = 0.3
     """Weight of the hints in the loss."""
