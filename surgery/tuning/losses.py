@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from surgery.errors import UserError
 from surgery.modeling.graft import NATS, Graft, GraftMixer
 from surgery.modeling.reference import at_least_float32
 
@@ -165,9 +166,14 @@ class Losses(nn.Module):
         on the backward pass, it runs again."""
         if self.part is None or self.part.evidence is None:
             return
-        mixer, hidden, streams = args[:3]
-        q, k = graft.queries_and_keys(mixer, hidden, streams, None, None, None)
-        documents = None if self.part.positions is None else (self.part.positions == 0).cumsum(1)
+        mixer, hidden, streams, _, _, _, packing = args
+        if hidden.shape[:2] != self.part.ids.shape:
+            raise UserError(
+                "tune.hints: this base reads documents that share a row one by one, so text gives no hints; set "
+                "tune.text_tokens to the length of a short document, or leave tune.hints out"
+            )
+        q, k = graft.queries_and_keys(mixer, hidden, streams, None, None, packing)
+        documents = None if packing is None else packing.seq_idx
         missed = missed_attention(q, k, graft_bias(graft, streams), graft.null, self.part.evidence, documents)
         self.missed.append(missed.mean())
 
@@ -248,7 +254,6 @@ def missed_attention(
         scores = scores if bias is None else scores + bias[:, :, None].to(dtype)
         scores = scores.masked_fill(keys > at[:, None, :, None], -torch.inf)
         if documents is not None:
-            documents = documents.to(q.device, non_blocking=True)
             strange = documents.gather(1, at)[..., None] != documents[:, None]
             scores = scores.masked_fill(strange[:, None], -torch.inf)
         whole = scores.logsumexp(-1)

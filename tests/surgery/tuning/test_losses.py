@@ -6,12 +6,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from surgery.errors import UserError
 from surgery.modeling.graft import NATS
 from surgery.records.recipe import Hints, Lora
 from surgery.splicing.splice import adopt
 from surgery.tuning.examples import dictionary_example, encode_examples
 from surgery.tuning.lora import add_adapters
 from surgery.tuning.losses import IGNORE, Losses, Part, Weights, as_base, kl_divergence, missed_attention
+from tests.surgery.modeling.stock_bases import make_hybrid
 from tests.surgery.tuning.small import TOKENIZER, toy_base, toy_hybrid
 
 
@@ -88,6 +90,36 @@ def test_packed_documents_do_not_see_each_other() -> None:
     _, packed = losses(Part("text", ids, nothing, positions), (1.0, 1.0))
     alone = [losses(Part("text", ids[:, part], nothing[:, part]), (1.0, 1.0))[1]["kl"] for part in (slice(8), slice(8, 20))]
     assert packed["kl"].item() == pytest.approx(sum(alone).item(), abs=1e-9)
+
+
+def part_of_text(ids: torch.Tensor, begin: int, end: int, evidence: torch.Tensor) -> Part:
+    """Tokens of a row as a row of its own, with what is asked of them there."""
+    known = evidence[:, begin:end]
+    inside = (known[..., 1] > 0)[..., None]
+    targets = torch.where(inside[..., 0], ids[:, begin + 1 : end + 1], IGNORE)
+    return Part("text", ids[:, begin:end], targets, None, torch.where(inside, known - begin, 0))
+
+
+def test_hints_on_packed_documents_are_those_of_each_alone() -> None:
+    hybrid, ids = toy_hybrid(), torch.arange(1, 22)[None]
+    evidence = torch.zeros(1, 20, 2, dtype=torch.long)
+    evidence[0, 6], evidence[0, 15], evidence[0, 17] = torch.tensor([1, 2]), torch.tensor([9, 10]), torch.tensor([8, 9])
+    losses = Losses(hybrid, None, Weights(kl=0.0, bigrams=1.0, hints=1.0))
+    whole = part_of_text(ids, 0, 20, evidence)
+    whole.positions = torch.cat([torch.arange(8), torch.arange(12)])[None]
+    packed = losses(whole, (1.0, 1.0))[1]["hints"].item()
+    alone = [losses(part_of_text(ids, *ends, evidence), (1.0, 1.0))[1]["hints"].item() for ends in ((0, 8), (8, 20))]
+    assert packed == pytest.approx(sum(alone), abs=1e-9)
+
+
+def test_hints_on_packed_documents_are_refused_where_each_is_read_alone() -> None:
+    ids = torch.arange(1, 22)[None]
+    evidence = torch.zeros(1, 20, 2, dtype=torch.long)
+    evidence[0, 6] = torch.tensor([1, 2])
+    part = part_of_text(ids, 0, 20, evidence)
+    part.positions = torch.cat([torch.arange(8), torch.arange(12)])[None]
+    with pytest.raises(UserError, match="hints"):
+        Losses(make_hybrid("nemotron_h"), None, Weights(kl=0.0, bigrams=1.0, hints=1.0))(part, (1.0, 1.0))
 
 
 def test_as_base_switches_grafts_and_adapters_off() -> None:
