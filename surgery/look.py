@@ -255,13 +255,13 @@ def _judge(why_not: str, retrieval: dict[int, Score], loss: Estimate | None, uni
     above = [n for n, score in retrieval.items() if not score.at_chance]
     if why_not:
         return False, f"not to be edited: {why_not}."
-    if loss is not None and loss.mean >= uniform and not above:
-        return (
-            False,
-            "not worth trying: it neither retrieves nor predicts this text better than guessing. Are these the weights, and is "
-            "this the tokenizer, that belong together?",
-        )
     if loss is not None and loss.mean >= uniform:
+        if not above:
+            return (
+                False,
+                "not worth trying: it neither retrieves nor predicts this text better than guessing. Are these the weights, "
+                "and is this the tokenizer, that belong together?",
+            )
         return (
             False,
             "not worth trying with this text: the model predicts it worse than guessing; give text of the kind it knows.",

@@ -197,10 +197,8 @@ def first_of_each_kind(model: Any) -> Any:
     config, grafts = model.config, {entry["layer"]: entry for entry in getattr(model.config, "grafts", None) or ()}
     if sum(p.numel() for p in model.parameters()) <= SMALL or config.model_type in UNCUT:
         return model
-    depth, lists = (
-        config.num_hidden_layers,
-        {n: getattr(config, n) for n in LISTS if isinstance(getattr(config, n, None), list)},
-    )
+    depth = config.num_hidden_layers
+    lists = {name: getattr(config, name) for name in LISTS if isinstance(getattr(config, name, None), list)}
     kinds = [(grafts.get(layer, {}).get("kind"), *(each[layer] for each in lists.values())) for layer in range(depth)]
     kept = sorted({*map(kinds.index, kinds), *[layer for layer in range(depth) if layer not in grafts][:2]})
     fields = config.to_dict() | {"num_hidden_layers": len(kept), "vocab_size": min(WORDS, config.vocab_size)}

@@ -19,7 +19,7 @@ KINDS = {"ranking": {"heads", "probe"}, "plan": {"sites", "starts"}, "report": {
 def check_model(name: str) -> str:
     """The name of a model that may be there. Raises UserError, and says what lies there instead."""
     path = Path(name)
-    if path.suffix == ".gguf":
+    if path.is_file() and path.suffix == ".gguf":
         raise UserError(f"{name} is in GGUF, which is for serving; give the folder of the checkpoint that it was made from")
     if path.is_file():
         raise UserError(f"{name} is a file; give the model's folder" + (f": {path.parent}" if path.name in WEIGHTS else ""))

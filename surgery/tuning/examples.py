@@ -220,8 +220,8 @@ class Batches:
             asked = before.roll(-1, 1)  # from the token before it
             asked[:, -1] = -1
             targets = torch.where(asked >= 0, ids.roll(-1, 1), IGNORE)
-            evidence = torch.stack([asked, asked + 1], -1) if self.options.hints else None
-            evidence = None if evidence is None else evidence * (asked >= 0)[..., None]
+            if self.options.hints:
+                evidence = torch.stack([asked, asked + 1], -1).masked_fill(asked[..., None] < 0, 0)
         return Part("text", ids, targets, positions, evidence)
 
     def _count_pairs(self) -> PairCounts:
