@@ -62,7 +62,8 @@ def question_example(question: Question) -> Example:
 
 
 def encode_examples(tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example], kind: str = "examples") -> Part:
-    """Rows whose targets are the answers. A piece is tokenised as the continuation of those before it, as the probes do it."""
+    """Rows whose targets are the answers. A piece is tokenised as the continuation of those before it, as the probes do it.
+    Examples alone have evidence: in questions about other skills the grafts are to find nothing."""
     rows: list[list[int]] = []
     targets: list[list[int]] = []
     found: list[list[tuple[int, tuple[int, int]]]] = []  # of each row: a position with a target, and its evidence
@@ -87,7 +88,7 @@ def encode_examples(tokenizer: PreTrainedTokenizerBase, examples: Sequence[Examp
         targets.append([*target, IGNORE])
         found.append(places)
     part = Part(kind, pad(rows, 0), pad(targets, IGNORE))
-    if any(found):
+    if kind == "examples" and any(found):
         part.evidence = _evidence(tokenizer, [texts[0] for texts in flat], found, part.ids)
     return part
 

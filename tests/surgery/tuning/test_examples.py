@@ -119,6 +119,13 @@ def test_skills_take_turns() -> None:
     assert source.step(0).kind == "skills"
 
 
+def test_other_skills_are_no_hint_where_to_look() -> None:
+    question = make_probe("choice", TOKENIZER).questions(1, 0)[0]
+    assert question.evidence is not None
+    assert encode_examples(TOKENIZER, [question_example(question)], "examples").evidence is not None
+    assert encode_examples(TOKENIZER, [question_example(question)], "skills").evidence is None
+
+
 def test_words_stand_between_key_and_value_in_training_too() -> None:
     lengths = {
         len(line.split(":")[0].split())
