@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from evidence_of_recall import AUTHORS, BASE, COUNTED, HEADS, LEFT_OUT, RARE
+from evidence_of_recall import BASE, COUNTED, HEADS, RARE, ROWS, read_novels
 from torch import Tensor
 
 import surgery
@@ -27,12 +27,12 @@ from surgery.evaluation.statistics import estimate
 from surgery.locating.attribution import tapped
 from surgery.probes.bigrams import NONE, PairCounts, find_repeats
 from surgery.records.record import installed_version
-from surgery.runtime.files import read_text, write_text
+from surgery.runtime.files import write_text
 from surgery.splicing.splice import adopt
 from surgery.tuning.text import open_text, text_rows
 
 HERE = Path(__file__).parent
-LENGTH, ROWS = 512, 8  # tokens of a row, rows of each novel
+LENGTH = 512  # tokens of a row
 GATES = (0.1, 0.25, 0.5, 1.0)
 SETS = {  # layer -> heads; None: all
     "one located head, L3.H9": {3: (9,)},
@@ -68,14 +68,10 @@ def main(folder: str) -> None:
     base = adopt(model).eval().requires_grad_(False)
     counted, _ = text_rows(open_text([str(books / "train")]), tokenizer, 256, range(COUNTED), 0)
     pairs = PairCounts(counted.numpy())
-    novels = []
-    for path in sorted((books / "valid").glob("*.txt")):
-        if not path.name.startswith(AUTHORS) or any(title in path.name for title in LEFT_OUT):
-            continue
-        ids = np.array(tokenizer(read_text(path), add_special_tokens=False, verbose=False)["input_ids"])
-        begins = np.linspace(0, len(ids) - LENGTH, ROWS).astype(int)
-        texts = np.stack([ids[begin : begin + LENGTH] for begin in begins])
-        novels.append((torch.from_numpy(texts), torch.from_numpy(find_repeats(texts, pairs, RARE, within=False))))
+    novels = [
+        (torch.from_numpy(rows), torch.from_numpy(find_repeats(rows, pairs, RARE, within=False)))
+        for rows in read_novels(books, tokenizer, LENGTH, ROWS[LENGTH])
+    ]
     plain = [losses(base, {3: (0,)}, 0.0, *novel) for novel in novels]
     record = {
         "version": installed_version("mamba-surgery"),

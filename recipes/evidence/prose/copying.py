@@ -18,14 +18,13 @@ Writes copying.json beside this file, and prints it.
 
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from evidence_of_recall import AUTHORS, BASE, COUNTED, LEFT_OUT, RARE, ROWS, auc
+from evidence_of_recall import BASE, COUNTED, RARE, ROWS, auc, read_novels
 from torch import Tensor
 
 import surgery
@@ -37,7 +36,7 @@ from surgery.records.plan import Plan, Start
 from surgery.records.recipe import Data, Hints
 from surgery.records.record import provenance
 from surgery.records.site import Site
-from surgery.runtime.files import read_text, write_text
+from surgery.runtime.files import write_text
 from surgery.splicing.splice import adopt
 from surgery.tuning.text import open_text, text_rows
 
@@ -102,24 +101,19 @@ def start_copying(hybrid: Any, ids: Tensor, hits: Tensor) -> float:
     return auc((lse - q @ w).numpy(), hits.flatten().numpy())
 
 
-def read_novels(books: Path, tokenizer: Any, pairs: PairCounts, length: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Of each novel rows (b, t), and where in them a repeated rare bigram is completed, (b, t)."""
-    for path in sorted((books / "valid").glob("*.txt")):
-        if path.name.startswith(AUTHORS) and not any(title in path.name for title in LEFT_OUT):
-            ids = np.array(tokenizer(read_text(path), add_special_tokens=False, verbose=False)["input_ids"])
-            begins = np.linspace(0, len(ids) - length, ROWS[length]).astype(int)
-            texts = np.stack([ids[begin : begin + length] for begin in begins])
-            yield torch.from_numpy(texts), torch.from_numpy(find_repeats(texts, pairs, RARE, within=False) != NONE)
+def repeated(rows: np.ndarray, pairs: PairCounts, within: bool = False) -> Tensor:
+    """Where in rows (b, t) a repeated rare bigram is completed, (b, t)."""
+    return torch.from_numpy(find_repeats(rows, pairs, RARE, within=within) != NONE)
 
 
 @torch.no_grad()
 def losses(model: Any, novels: list[tuple[Tensor, Tensor]]) -> np.ndarray:
     """(novels, 3): the mean loss on repeated rare bigrams, on all tokens, and on the others."""
     found = []
-    for ids, repeated in novels:
+    for ids, hits in novels:
         logits = model(input_ids=ids, use_cache=False).logits.float()
         loss = F.cross_entropy(logits[:, :-1].transpose(1, 2), ids[:, 1:], reduction="none")
-        found.append([loss[repeated[:, 1:]].mean(), loss.mean(), loss[~repeated[:, 1:]].mean()])
+        found.append([loss[hits[:, 1:]].mean(), loss.mean(), loss[~hits[:, 1:]].mean()])
     return np.array(found)
 
 
@@ -130,8 +124,9 @@ def main(folder: str) -> None:
     counted, _ = text_rows(open_text([str(books / "train")]), tokenizer, 256, range(COUNTED), 0)
     pairs = PairCounts(counted.numpy())
     ids, _ = text_rows(open_text([str(books / "train")]), tokenizer, LENGTH, range(FITTED), 7)
-    hits = F.pad(torch.from_numpy(find_repeats(ids.numpy(), pairs, RARE, within=True) != NONE)[:, 1:], (0, 1))
-    novels = {length: list(read_novels(books, tokenizer, pairs, length)) for length in ROWS}
+    hits = F.pad(repeated(ids.numpy(), pairs, within=True)[:, 1:], (0, 1))
+    texts = {length: read_novels(books, tokenizer, length, rows) for length, rows in ROWS.items()}
+    novels = {length: [(torch.from_numpy(rows), repeated(rows, pairs)) for rows in each] for length, each in texts.items()}
     before = {length: losses(adopt(base), each) for length, each in novels.items()}
     record: dict[str, Any] = {"rare_per_million": RARE, "tune": surgery.Tune(**TUNE).model_dump(mode="json")}
     record["provenance"] = provenance(str(BASE), "", 0).model_dump(mode="json")

@@ -18,6 +18,7 @@ Writes evidence-of-recall.json and evidence-of-recall.png beside this file.
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -109,6 +110,17 @@ def auc(values: np.ndarray, positive: np.ndarray) -> float:
     return float((ranks[positive].sum() - n * (n + 1) / 2) / (n * (len(values) - n)))
 
 
+def read_novels(books: Path, tokenizer: Any, length: int, rows: int) -> list[np.ndarray]:
+    """Of each novel so many rows of token ids, (rows, length)."""
+    novels = []
+    for path in sorted((books / "valid").glob("*.txt")):
+        if path.name.startswith(AUTHORS) and not any(title in path.name for title in LEFT_OUT):
+            ids = np.array(tokenizer(read_text(path), add_special_tokens=False, verbose=False)["input_ids"])
+            begins = np.linspace(0, len(ids) - length, rows).astype(int)
+            novels.append(np.stack([ids[begin : begin + length] for begin in begins]))
+    return novels
+
+
 def measure(books: Path, length: int, rows: int) -> dict:
     """Statistic -> AUC, and the share of positive tokens above 99% of the others, means over novels with their intervals."""
     model, tokenizer = surgery.load(str(BASE), dtype="float32")
@@ -120,11 +132,7 @@ def measure(books: Path, length: int, rows: int) -> dict:
     fitted = fit_rarity(base, price)
     each: dict[str, list[tuple[float, float]]] = {}
     tokens = hits = 0
-    novels = [path for path in sorted((books / "valid").glob("*.txt")) if path.name.startswith(AUTHORS)]
-    for path in bar([path for path in novels if not any(title in path.name for title in LEFT_OUT)], f"rows of {length}"):
-        ids = np.array(tokenizer(read_text(path), add_special_tokens=False, verbose=False)["input_ids"])
-        begins = np.linspace(0, len(ids) - length, rows).astype(int)
-        texts = np.stack([ids[begin : begin + length] for begin in begins])
+    for texts in bar(read_novels(books, tokenizer, length, rows), f"rows of {length}"):
         before = find_repeats(texts, pairs, RARE, within=False)
         positive = (before[:, 1:] != NONE).ravel()  # of the token before
         values: dict[str, list[np.ndarray]] = {}
