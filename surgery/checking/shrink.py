@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
 
 from surgery.errors import UserError, did_you_mean
 
@@ -191,20 +192,21 @@ def _fewer_layers(fields: dict[str, Any]) -> dict[str, Any]:
 
 @torch.no_grad()
 def first_of_each_kind(model: Any) -> Any:
-    """A hybrid with its own weights, of whose layers the first of each kind and two without grafts are there, and of whose
-    words the first WORDS. So its code, settings and grafts are checked in a time that does not grow with its depth. A small
-    model, and one whose configuration cannot be cut so, is returned as it is."""
+    """A hybrid with its own weights, but with only the first layer of each kind (two layers at least) and the first WORDS words.
+    So its code, settings and grafts are checked in a time that does not grow with its depth. A small model, and one whose
+    configuration cannot be cut so, is returned as it is."""
     config, grafts = model.config, {entry["layer"]: entry for entry in getattr(model.config, "grafts", None) or ()}
     if sum(p.numel() for p in model.parameters()) <= SMALL or config.model_type in UNCUT:
         return model
     depth = config.num_hidden_layers
     lists = {name: getattr(config, name) for name in LISTS if isinstance(getattr(config, name, None), list)}
     kinds = [(grafts.get(layer, {}).get("kind"), *(each[layer] for each in lists.values())) for layer in range(depth)]
-    kept = sorted({*map(kinds.index, kinds), *[layer for layer in range(depth) if layer not in grafts][:2]})
+    kept = sorted(set(map(kinds.index, kinds)))
+    kept = kept if len(kept) > 1 else list(range(min(2, depth)))
     fields = config.to_dict() | {"num_hidden_layers": len(kept), "vocab_size": min(WORDS, config.vocab_size)}
     fields |= {name: [each[layer] for layer in kept] for name, each in lists.items()}
     fields["grafts"] = [grafts[layer] | {"layer": place} for place, layer in enumerate(kept) if layer in grafts]
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), no_init_weights():
         few = type(model)(type(config)(**fields)).to(model.dtype).eval()
     whole = model.state_dict()
     places = {str(place): str(layer) for place, layer in enumerate(kept)}

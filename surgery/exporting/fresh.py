@@ -1,7 +1,7 @@
 """The script of the fresh process that reads an export back, and the questions that both sides answer.
 
 It needs torch and transformers alone. It imports them, waits for a request (one JSON on standard input: folder, reader, base,
-dtype, device, verify), prints the answers as a safetensors file. reader "transformers": this package is hidden, as if it were
+dtype, device, threads, verify), prints the answers as a safetensors file. reader "transformers": this package is hidden, as if it were
 not installed, and the code in the folder runs; "surgery": this package joins the patch in the folder to its base.
 """
 
@@ -67,6 +67,7 @@ def main() -> None:
     out = os.dup(1)
     os.dup2(2, 1)  # what anything prints while loading goes to standard error
     request = json.loads(sys.stdin.read())
+    torch.set_num_threads(request["threads"])
     if request["reader"] == "surgery":
         sys.path.append(str(Path(__file__).resolve().parents[2]))
         from surgery.exporting.patch import join_patch

@@ -76,16 +76,20 @@ def prove(
     """
     dtype = _dtype(hybrid, verify)
     request = {"folder": str(folder.resolve()), "reader": reader, "base": base, "verify": verify}
-    request |= {"dtype": dtype, "device": str(hybrid.device)}
-    process.send(request)  # and meanwhile the same here
-    laws, sums = check_state(hybrid, full=verify == "full"), fresh.checksums(hybrid)
-    live = hybrid if str(hybrid.dtype) == f"torch.{dtype}" else copy.deepcopy(hybrid).to(getattr(torch, dtype))
-    mode = hybrid.training
-    ours = fresh.answer(live, vocabulary, verify)
-    hybrid.train(mode)
-    prompts = fresh.make_prompts(vocabulary, verify)
-    allowed = measure_rounding(live, ours[f"prompt {len(prompts[-1])}"], prompts[-1][None])
-    output = process.receive()
+    threads, mode = torch.get_num_threads(), hybrid.training
+    half = max(1, threads // 2)  # each side has half of the cores: on shared ones threads wait for each other
+    process.send(request | {"dtype": dtype, "device": str(hybrid.device), "threads": half})  # and meanwhile the same here
+    torch.set_num_threads(half)
+    try:
+        laws, sums = check_state(hybrid, full=verify == "full"), fresh.checksums(hybrid)
+        live = hybrid if str(hybrid.dtype) == f"torch.{dtype}" else copy.deepcopy(hybrid).to(getattr(torch, dtype))
+        ours = fresh.answer(live, vocabulary, verify)
+        prompts = fresh.make_prompts(vocabulary, verify)
+        allowed = measure_rounding(live, ours[f"prompt {len(prompts[-1])}"], prompts[-1][None])
+        output = process.receive()
+    finally:
+        hybrid.train(mode)
+        torch.set_num_threads(threads)
     theirs = load(output)
     header = json.loads(output[8 : 8 + int.from_bytes(output[:8], "little")])["__metadata__"]
     if wrong := sorted(name for name in sums.keys() | header.keys() if sums.get(name) != header.get(name)):
