@@ -53,26 +53,27 @@ START = "import sys; sys.argv = ['surgery', '--help']; import surgery.cli.app; p
 
 # One pass of the main job, each stage under a profile; what the stages are called depends on the version.
 PATH = """
-import json, os, sys, tempfile
+import inspect, json, os, sys, tempfile
 from pathlib import Path
 
 ROOT = str(Path.cwd().resolve())
-CALLED, DEEPEST = set(), 0
+CALLED, FILES, DEPTH, DEEPEST = set(), {}, 0, 0
 
-def is_ours(frame):
-    name = os.path.realpath(frame.f_code.co_filename)
-    return name.startswith((ROOT + "/surgery/", ROOT + "/kernels/"))
+def is_ours(code):
+    if code not in FILES:
+        name = os.path.realpath(code.co_filename)
+        FILES[code] = name if name.startswith((ROOT + "/surgery/", ROOT + "/kernels/")) else None
+    return FILES[code] is not None
 
 def profile(frame, event, argument):
-    global DEEPEST
-    if event != "call" or not is_ours(frame):
+    global DEPTH, DEEPEST
+    if event not in ("call", "return") or not is_ours(frame.f_code):
         return
-    code, depth = frame.f_code, 0
-    if not code.co_name.startswith("<"):
-        CALLED.add((os.path.realpath(code.co_filename), code.co_firstlineno, code.co_name))
-    while frame is not None:
-        depth, frame = depth + is_ours(frame), frame.f_back
-    DEEPEST = max(DEEPEST, depth)
+    DEPTH += 1 if event == "call" else -1  # a generator returns when it yields
+    DEEPEST = max(DEEPEST, DEPTH)
+    # Neither lambdas and comprehensions, nor the body of a class, which runs when its module is imported.
+    if event == "call" and not frame.f_code.co_name.startswith("<") and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+        CALLED.add(frame.f_code)
 
 import torch
 import surgery
@@ -97,7 +98,8 @@ with tempfile.TemporaryDirectory() as out:
         walk(Path(out))
     finally:
         sys.setprofile(None)
-print(json.dumps({"functions": len(CALLED), "path_files": len({file for file, *_ in CALLED}), "depth": DEEPEST}))
+places = {(FILES[code], code.co_firstlineno, code.co_name) for code in CALLED}
+print(json.dumps({"functions": len(places), "path_files": len({file for file, *_ in places}), "depth": DEEPEST}))
 """
 
 
