@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from surgery.checking.law import CACHES
@@ -28,6 +28,12 @@ from surgery.errors import UserError
 LENGTHS = (1024, 4096, 16384, 65536, 262144, 1048576)
 SHORT = 24  # tokens that are read: more than any short convolution has taps
 BLOCK, CONTEXT = 16, 256  # vLLM's blocks and llama.cpp's contexts are multiples of these
+# Model types that engines have code for: vLLM 0.32, and llama.cpp of October 2026. Hybrids of heads are not among them.
+BOTH = (
+    "mamba falcon_mamba mamba2 jamba falcon_h1 nemotron_h granitemoehybrid qwen3_next qwen3_5_text qwen3_5_moe_text "
+    "kimi_linear lfm2 lfm2_moe"
+).split()
+SERVED = {"llama_cpp": {*BOTH, "bamba"}, "vllm": {*BOTH, "zamba2", "olmo_hybrid"}}
 # What no cache depends on.
 SMALL = {
     **dict.fromkeys(("vocab_size", "unpadded_vocab_size"), 64),
@@ -98,10 +104,14 @@ class CacheBytes:
             blocks += -(-count // group) * (1 if kind == "state" else -(-held // block))
         return batch * blocks * group * page
 
-    def rows(self, batch: int = 1) -> list[dict[str, int]]:
-        """Bytes by length, for each who holds them."""
-        ways = {"transformers": self.transformers, "llama_cpp": self.llama_cpp, "vllm": self.vllm}
-        return [{"tokens": length, **{name: find(length, batch) for name, find in ways.items()}} for length in LENGTHS]
+    def rows(self, batch: int = 1) -> list[dict[str, int | None]]:
+        """Bytes by length, for each who holds them; None for an engine that has no code for the model type."""
+        ways = {"llama_cpp": self.llama_cpp, "vllm": self.vllm}
+        return [
+            {"tokens": length, "transformers": self.transformers(length, batch)}
+            | {name: find(length, batch) if self.model_type in SERVED[name] else None for name, find in ways.items()}
+            for length in LENGTHS
+        ]
 
 
 def table_of_bytes(sizes: CacheBytes, batch: int = 1) -> str:
@@ -109,8 +119,8 @@ def table_of_bytes(sizes: CacheBytes, batch: int = 1) -> str:
     names = {"tokens": 10, "transformers": 14, "llama.cpp": 14, "vLLM": 14}
     lines = ["  ".join(f"{name:>{width}}" for name, width in names.items()) + f"   MiB of {batch} x {sizes.model_type}"]
     for row in sizes.rows(batch):
-        each = "  ".join(f"{row[name] / 2**20:>14,.2f}" for name in ("transformers", "llama_cpp", "vllm"))
-        lines.append(f"{row['tokens']:>10,}  {each}")
+        told = ["-" if size is None else f"{size / 2**20:,.2f}" for size in list(row.values())[1:]]
+        lines.append("  ".join([f"{row['tokens']:>10,}", *(f"{each:>14}" for each in told)]))
     return "\n".join(lines)
 
 
@@ -169,18 +179,25 @@ def _hollow(config: Any, depth: int, dtype: torch.dtype) -> Any:
 @torch.no_grad()
 def _measured(model: Any, tokens: int, depth: int) -> list[tuple[LayerBytes, int]]:
     """What every layer of the cache holds after so many tokens, `token` being of all of them; and bytes of its integers."""
+    kept = model.config.model_type == "recurrent_gemma"  # its states in its modules, and the cache of keys is not returned
+    given: dict[str, Any] = {"past_key_values": DynamicCache(config=model.config)} if kept else {}
     try:
-        output = model(input_ids=torch.zeros(1, tokens, dtype=torch.long), use_cache=True)
+        output = model(input_ids=torch.zeros(1, tokens, dtype=torch.long), use_cache=True, **given)
     except (RuntimeError, ValueError) as error:
-        line = str(error).splitlines()[0]
-        raise UserError(f"a {model.config.model_type} cannot be run in {model.dtype} to measure its cache: {line}") from error
+        said = f"a {model.config.model_type} cannot be run in {model.dtype} to measure its cache"
+        raise UserError(f"{said}: {str(error).splitlines()[0]}; try another --dtype") from error
     cache = next((getattr(output, name) for name in CACHES if getattr(output, name, None) is not None), None)
+    if kept:
+        cache = given["past_key_values"]
+        for layer, block in zip(cache.layers, (each.temporal_block for each in model.model.layers), strict=True):
+            if hasattr(block, "rg_lru"):
+                layer.conv_states, layer.recurrent_states = {0: block.conv1d_state}, {0: block.rg_lru.recurrent_states}
     if cache is None:
-        raise UserError(f"a {model.config.model_type} returns no cache; what it holds is in its modules")
-    if not hasattr(cache, "layers"):  # one of the model's own: states of all layers together
+        raise UserError(f"a {model.config.model_type} returns no cache, and what it keeps elsewhere is not known here")
+    if not hasattr(cache, "layers"):  # one of the model's own: states of all layers together, and integers that there are once
         held = list(_tensors(cache))
-        size, numbers, integers = _size(held), sum(t.numel() for t in held if t.is_floating_point()), _size(held, False)
-        return [(LayerBytes(size // depth, numbers // depth), integers if not place else 0) for place in range(depth)]
+        size, numbers = _size(held), sum(t.numel() for t in held if t.is_floating_point())
+        return [(LayerBytes(size // depth, numbers // depth), 0)] * depth + [(LayerBytes(), _size(held, False))]
     linear = getattr(cache, "linear_cache", [])
     own = [vars(layer) for layer in cache.layers] + [{}] * (len(linear) - len(cache.layers))
     return [_layer(held, linear[place] if place < len(linear) else []) for place, held in enumerate(own)]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from peft import LoraConfig
 from safetensors.torch import save_file
-from transformers import AutoConfig
+from transformers import AutoConfig, DynamicCache
 
 from surgery.checking.adapters import check_adapters
 from surgery.checking.bytes import LENGTHS, count_cache_bytes
@@ -187,18 +187,26 @@ def test_an_adapter_of_layers_that_the_small_model_lacks(tmp_path, options):
     assert all(row.bypassed for row in rows if "dt_proj" in row.target)
 
 
-COUNTED = [name for name in TYPES if name not in ("recurrent_gemma", "xlstm")]  # xLSTM shares a tensor between layers
+def held_in_modules(model):
+    """Tensors that modules keep between calls: neither parameters nor buffers."""
+    return sum(value.nbytes for module in model.modules() for value in vars(module).values() if isinstance(value, torch.Tensor))
 
 
-@pytest.mark.parametrize("name", COUNTED)
-def test_bytes_are_those_of_the_cache(name):
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [*((name, torch.float32) for name in TYPES), *((name, torch.bfloat16) for name in ("bamba", "recurrent_gemma", "xlstm"))],
+)
+def test_bytes_are_those_of_the_cache(name, dtype):
     config = shrink(read_config(name))
-    model, sizes = random_model(config), count_cache_bytes(config, "float32")
+    sizes = count_cache_bytes(config, str(dtype).removeprefix("torch."))
     for length in (30, 75):
+        model = random_model(config).to(dtype)
+        cache = DynamicCache(config=config) if name == "recurrent_gemma" else None  # what it does not return
         with torch.no_grad():
-            output = model(input_ids=torch.zeros(2, length, dtype=torch.long), use_cache=True)
-        cache = next(getattr(output, name) for name in CACHES if getattr(output, name, None) is not None)
-        assert sizes.transformers(length, 2) == cache_bytes(cache)
+            named = {} if cache is None else {"past_key_values": cache}
+            output = model(input_ids=torch.zeros(2, length, dtype=torch.long), use_cache=True, **named)
+        cache = cache or next(getattr(output, name) for name in CACHES if getattr(output, name, None) is not None)
+        assert sizes.transformers(length, 2) == cache_bytes(cache) + held_in_modules(model)
 
 
 def test_bytes_of_a_published_size_take_no_weights():
@@ -207,6 +215,12 @@ def test_bytes_of_a_published_size_take_no_weights():
     assert sizes.transformers(LENGTHS[-1]) == 64 * (4 * state + 2 * convolution)
     assert sizes.llama_cpp(1000) == 64 * 4 * (state + convolution * 3 // 4)
     assert sizes.vllm(1000, batch=3) == 3 * 64 * 2 * (state + convolution * 3 // 4)
+
+
+def test_an_engine_without_code_for_a_model_has_no_bytes():
+    row = count_cache_bytes(shrink(read_config("bamba")), "float32").rows()[0]
+    assert row["llama_cpp"]
+    assert row["vllm"] is None
 
 
 def test_vllm_fills_a_page_with_attention():
