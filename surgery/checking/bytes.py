@@ -107,11 +107,11 @@ class CacheBytes:
     def rows(self, batch: int = 1) -> list[dict[str, int | None]]:
         """Bytes by length, for each who holds them; None for an engine that has no code for the model type."""
         ways = {"llama_cpp": self.llama_cpp, "vllm": self.vllm}
-        return [
-            {"tokens": length, "transformers": self.transformers(length, batch)}
-            | {name: find(length, batch) if self.model_type in SERVED[name] else None for name, find in ways.items()}
-            for length in LENGTHS
-        ]
+        rows: list[dict[str, int | None]] = []
+        for length in LENGTHS:
+            served = {name: find(length, batch) if self.model_type in SERVED[name] else None for name, find in ways.items()}
+            rows.append({"tokens": length, "transformers": self.transformers(length, batch), **served})
+        return rows
 
 
 def table_of_bytes(sizes: CacheBytes, batch: int = 1) -> str:
