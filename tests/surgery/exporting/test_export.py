@@ -136,8 +136,14 @@ def test_a_hybrid_that_breaks_a_law_is_not_written(hybrid, base, tmp_path, monke
         return output
 
     monkeypatch.setattr(type(hybrid[0]), "forward", sees_other_rows)
-    with pytest.raises(UserError, match="law"):
-        export(*hybrid, tmp_path / "out", plan=PLAN, base=base)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        with pytest.raises(UserError, match="law"):
+            export(*hybrid, tmp_path / "out", plan=PLAN, base=base)
+        assert torch.get_num_threads() == 4
+    finally:
+        torch.set_num_threads(threads)
     assert not (tmp_path / "out").exists()
 
 
