@@ -7,9 +7,11 @@ the model is small itself; what the adapters would cover is counted on the whole
 """
 
 import copy
+import json
 import re
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,6 +20,7 @@ from typing import Any
 import torch
 from peft import LoraConfig, PeftConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
+from safetensors import safe_open
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
@@ -61,7 +64,7 @@ class Coverage:
 
 def check_adapters(model: PreTrainedModel | PreTrainedConfig, lora: str | Path) -> list[Coverage]:
     """What adapters would train. model: a live one, or a configuration alone. lora: names of modules, "in_proj,out_proj", or
-    the folder of a peft adapter. Raises UserError for a folder that holds none."""
+    the folder of a peft adapter. Raises UserError for a folder that holds none, or one of another model."""
     config = model if isinstance(model, PreTrainedConfig) else model.config
     options, targets = _read_options(lora)
     if isinstance(model, PreTrainedModel) and sum(p.numel() for p in model.parameters()) <= SMALL:
@@ -70,17 +73,50 @@ def check_adapters(model: PreTrainedModel | PreTrainedConfig, lora: str | Path) 
         with torch.device("meta"):
             whole = AutoModelForCausalLM.from_config(config)
         tried = random_model(shrink(config))
+    saved = Path(lora) if (Path(lora) / "adapter_config.json").is_file() else None
+    other = f"the adapter in {lora} is one of another model ({options.base_model_name_or_path})"
+    if saved is not None and (reason := _misfit(whole, saved, options)):
+        raise UserError(f"{other}: {reason}")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:  # together, as they are given: some may only be adapted with others
-            return _rows(targets, *_both(whole, tried, options, targets))
+            rows = _rows(targets, *_both(whole, tried, options, targets))
         except ValueError:
-            return [_alone(target, options, whole, tried) for target in targets]
+            rows = [_alone(target, options, whole, tried) for target in targets]
+    if saved is not None and not any(row.modules or row.refused for row in rows):
+        raise UserError(f"{other}: no module of this one is called {', '.join(targets)}")
+    return rows
+
+
+def _misfit(model: PreTrainedModel, folder: Path, options: LoraConfig) -> str:
+    """Why a saved adapter is none of this model: its base's type, or the first of its weights that fits no module. "" if it may
+    be. No weights are read."""
+    base, file = Path(options.base_model_name_or_path or ""), folder / "adapter_model.safetensors"
+    try:
+        kind = json.loads((base / "config.json").read_text()).get("model_type") if (base / "config.json").is_file() else None
+        with safe_open(file, "pt") if file.is_file() else nullcontext() as saved:
+            shapes = {name: saved.get_slice(name).get_shape() for name in saved.keys()} if saved else {}  # noqa: SIM118
+    except Exception as error:
+        raise UserError(f"cannot read the adapter in {folder}, or its base: {str(error).splitlines()[0]}") from error
+    if kind is not None and kind.removesuffix("_hybrid") != model.config.model_type.removesuffix("_hybrid"):
+        return f"that is a {kind}, and this a {model.config.model_type}"
+    modules = dict(model.named_modules())
+    for name, shape in shapes.items():
+        path, half, _ = re.sub(r"^base_model\.model\.|\.base_layer", "", name).partition(".lora_")
+        module = modules.get(path)
+        if half and module is None:
+            return f"there is no {path} in this one"
+        if not isinstance(module, nn.Linear) or not name.endswith(("lora_A.weight", "lora_B.weight")):
+            continue
+        found, wanted = (shape[1], module.in_features) if name.endswith("A.weight") else (shape[0], module.out_features)
+        if found != wanted:
+            return f"{path} is {wanted} wide in this one, and {found} in that"
+    return ""
 
 
 def _read_options(lora: str | Path) -> tuple[LoraConfig, list[str]]:
     """The options of the adapters, and the names or the pattern of their modules."""
-    if Path(lora).is_dir() and not (Path(lora) / "adapter_config.json").is_file() and str(lora).strip():
+    if str(lora).strip() and ("/" in str(lora) or Path(lora).is_dir()) and not (Path(lora) / "adapter_config.json").is_file():
         raise UserError(f"{lora} holds no adapter: there is no adapter_config.json")
     if not (Path(lora) / "adapter_config.json").is_file():
         names = list(dict.fromkeys(name.strip() for name in str(lora).split(",") if name.strip()))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
 from transformers import AutoConfig, DynamicCache
 
@@ -207,6 +207,43 @@ def test_bytes_are_those_of_the_cache(name, dtype):
             output = model(input_ids=torch.zeros(2, length, dtype=torch.long), use_cache=True, **named)
         cache = cache or next(getattr(output, name) for name in CACHES if getattr(output, name, None) is not None)
         assert sizes.transformers(length, 2) == cache_bytes(cache) + held_in_modules(model)
+
+
+def write_adapter(folder, config, **options):
+    """The folder of an adapter with weights, on in_proj."""
+    get_peft_model(random_model(config), LoraConfig(target_modules=["in_proj"], r=2, **options)).save_pretrained(folder)
+
+
+@pytest.mark.parametrize("change", ["none", "type", "width", "depth", "names", "base"])
+def test_an_adapter_of_another_model_is_refused(tmp_path, change):
+    config = shrink(read_config("mamba"))
+    other = {"width": {"hidden_size": 32, "intermediate_size": 64}, "depth": {"num_hidden_layers": 5}}.get(change, {})
+    kind = "mamba2" if change == "type" else "mamba"
+    write_adapter(tmp_path, shrink(read_config(kind)) if kind == "mamba2" else AutoConfig.for_model(**config.to_dict() | other))
+    saved = json.loads((tmp_path / "adapter_config.json").read_text())
+    if change == "names":
+        saved["target_modules"] = ["q_proj", "v_proj"]
+        (tmp_path / "adapter_model.safetensors").unlink()
+    if change == "base":
+        saved["base_model_name_or_path"] = "checkpoints/tiny-mamba2"
+        (tmp_path / "adapter_model.safetensors").unlink()
+    (tmp_path / "adapter_config.json").write_text(json.dumps(saved))
+    if change == "none":
+        assert [row.is_wrong for row in check_adapters(config, tmp_path)] == [False]
+        return
+    with pytest.raises(UserError, match="another model"):
+        check_adapters(config, tmp_path)
+
+
+@pytest.mark.parametrize(("lora", "status"), [("q_proj", 1), ("folder", 2)])
+def test_the_status_of_names_and_adapters_that_fit_nothing(tmp_path, monkeypatch, capsys, lora, status):
+    write_adapter(tmp_path, shrink(read_config("mamba2")))
+    given = str(tmp_path) if lora == "folder" else lora
+    monkeypatch.setattr(sys, "argv", ["surgery", "check", "--architecture", "mamba", "--lora", given])
+    with pytest.raises(SystemExit) as ended:
+        app.main()
+    assert ended.value.code == status
+    assert len(capsys.readouterr().err.splitlines()) == (status == 2)
 
 
 def test_bytes_of_a_published_size_take_no_weights():
