@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +29,7 @@ from surgery.errors import UserError
 from surgery.evaluation.statistics import estimate
 from surgery.exporting.tokenizer import save_tokenizer
 from surgery.probes import make_probe
-from surgery.probes.choice import lettered
+from surgery.probes.choice import LONG, lettered
 from surgery.probes.scoring import answer
 from surgery.probes.toy import document, facts
 from surgery.probes.toy_tokenizer import build_tokenizer
@@ -44,6 +44,7 @@ from surgery.tuning.examples import Example, dictionary_example, encode_examples
 from surgery.tuning.losses import IGNORE, Part
 
 Count = Annotated[int, Field(ge=1)]
+ROOT = Path(__file__).parents[2]
 APART_FROM = 4  # records: words come between key and value when so many have been learnt
 
 
@@ -70,8 +71,10 @@ class Hints(Record):
 class BaseRecipe(Record):
     """How a built-in base is made."""
 
-    architecture: dict[str, Any]
+    architecture: dict[str, Any] = {}
     """Fields of the Hugging Face configuration."""
+    start: str | None = None
+    """Instead: a built-in base whose training goes on, as a path from the root of the repository."""
     attention: SitesText = ()
     """Layers that are attention from the start, or heads beside which there is attention: a hybrid, trained as one."""
     attention_head_dim: int | None = None
@@ -99,8 +102,8 @@ class BaseRecipe(Record):
     """Questions of retrieval in a step."""
     choice: int = 4
     """Sequences of six multiple-choice questions in a step."""
-    choice_length: str = "word"
-    """word, or long: options of 9 or 10 words."""
+    choice_length: Literal["word", "long", "growing"] = "word"
+    """word; long: options of 9 or 10 words; growing: from word to long, by a word whenever the questions are learnt."""
     documents: int = 6
     """Documents in a step."""
     sentences: Count = 20
@@ -127,15 +130,19 @@ def retrieval(recipe: BaseRecipe, rng: random.Random, most: int, between: int = 
     return [dictionary_example(rng, pairs, recipe.queries, "all", between) for _ in range(count)]
 
 
-def all_kinds(recipe: BaseRecipe, rng: random.Random, tokenizer: Any, most: int, between: int = 0) -> dict[str, Part]:
-    """What a step sees: kind -> rows. Of documents all tokens are targets."""
+def all_kinds(
+    recipe: BaseRecipe, rng: random.Random, tokenizer: Any, most: int, between: int = 0, words: int = 0
+) -> dict[str, Part]:
+    """What a step sees: kind -> rows. Of documents all tokens are targets. words: beside the one that matters in an option,
+    where options grow."""
     kinds = {"kv": encode_examples(tokenizer, retrieval(recipe, rng, most, between))}
+    length = words if recipe.choice_length == "growing" else recipe.choice_length
     if recipe.documents:
         texts = [document(rng, held_out=False, sentences=recipe.sentences) for _ in range(recipe.documents)]
         rows = tokenizer([tokenizer.eos_token + text for text in texts], add_special_tokens=False)["input_ids"]
         kinds["text"] = Part("text", pad(rows, 0), pad([[*row[1:], IGNORE] for row in rows], IGNORE))
     if recipe.choice:
-        kinds["choice"] = encode_examples(tokenizer, [choice_example(rng, recipe.choice_length) for _ in range(recipe.choice)])
+        kinds["choice"] = encode_examples(tokenizer, [choice_example(rng, length) for _ in range(recipe.choice)])
     return kinds
 
 
@@ -144,8 +151,11 @@ def all_kinds(recipe: BaseRecipe, rng: random.Random, tokenizer: Any, most: int,
 
 @torch.no_grad()
 def fresh_model(recipe: BaseRecipe, tokenizer: Any) -> Any:
-    """In float32, with random weights. The starts of transformers fit models that are then read from a checkpoint; here
-    projections keep the size of what they are given, and states remember from a token to about a thousand."""
+    """In float32, with the weights of recipe.start, or random ones. The starts of transformers fit models that are then read
+    from a checkpoint; here projections keep the size of what they are given, and states remember from a token to about a
+    thousand."""
+    if recipe.start:
+        return adopt(AutoModelForCausalLM.from_pretrained(ROOT / recipe.start, dtype=torch.float32)).requires_grad_(True)
     fields = dict(recipe.architecture)
     special = {f"{name}_token_id": tokenizer.eos_token_id for name in ("pad", "bos", "eos")}
     vocabulary = -(-len(tokenizer) // 16) * 16
@@ -220,7 +230,8 @@ class Training:
         self.rng = random.Random(recipe.seed)
         self.log: list[dict[str, Any]] = []
         self.clock = time.process_time()
-        # How far it is: steps of retrieval alone and of all kinds, whether the former are done, records, the running loss.
+        # How far it is: steps of retrieval alone and of all kinds, whether the former are done; records and words in options,
+        # and the running losses by which they grow.
         self.at: dict[str, Any] = {
             "alone": 0,
             "all": 0,
@@ -228,6 +239,8 @@ class Training:
             "records": recipe.curriculum.first,
             "between": 0,
             "running": 5.0,
+            "words": 0,
+            "choice": 5.0,
             "seconds": 0.0,
             "tokens": {},
             "digest": "",
@@ -254,7 +267,7 @@ class Training:
             say(f"retrieval alone: {at['alone']} steps, {at['records']} records, {at['between']} words between key and value")
             at["over"] = True
         for number in bar(range(at["all"], recipe.steps), "all kinds"):
-            parts = all_kinds(recipe, self.rng, self.tokenizer, at["records"], at["between"])
+            parts = all_kinds(recipe, self.rng, self.tokenizer, at["records"], at["between"], at["words"])
             self.note_tokens(parts)
             left = (recipe.steps - number) / (recipe.steps * (1 - recipe.decay_from))
             rate = min(1.0, (number + 1) / recipe.warmup_steps) * min(1.0, max(0.05, left))
@@ -293,11 +306,24 @@ class Training:
             if not done:
                 at["between" if apart else "records"] += 1
                 at["running"] = 3 * options.threshold
+        if self.recipe.choice_length == "growing" and "choice" in losses:
+            at["choice"] = 0.95 * at["choice"] + 0.05 * losses["choice"].item()
+            if at["choice"] < options.threshold and at["words"] < LONG:
+                at["words"], at["choice"] = at["words"] + 1, 3 * options.threshold
         at["seconds"] += time.process_time() - self.clock
         self.clock = time.process_time()
         if at[kind] % 50 == 0:
             figures = {name: round(loss.item(), 4) for name, loss in losses.items()}
-            self.log.append({"step": at[kind], "stage": kind, "records": at["records"], "between": at["between"], **figures})
+            self.log.append(
+                {
+                    "step": at[kind],
+                    "stage": kind,
+                    "records": at["records"],
+                    "between": at["between"],
+                    "words": at["words"],
+                    **figures,
+                }
+            )
             self.save()
         return done
 
@@ -341,7 +367,10 @@ def probes_of(recipe: BaseRecipe, tokenizer: Any) -> dict[str, tuple[str, Any]]:
         f"kv.{n}": (f"{words}, {n} pairs", make_probe("kv", tokenizer, pairs=n, between=between)) for n in (4, 8, 16, 32, 64)
     }
     found["knowledge"] = ("facts (held-out templates)", make_probe("knowledge", tokenizer))
-    found["choice"] = ("multiple choice (held-out prompts)", make_probe("choice", tokenizer, length=recipe.choice_length))
+    found["choice"] = (
+        "multiple choice (held-out prompts)",
+        make_probe("choice", tokenizer, length="long" if recipe.choice_length == "growing" else recipe.choice_length),
+    )
     return found
 
 
@@ -394,9 +423,9 @@ tags: [{model.config.model_type}, toy, retrieval]
 # {name}
 
 A {model.config.model_type} with {model.num_parameters():,} parameters in {model.config.num_hidden_layers} layers, trained from
-scratch on generated toy data: narrative sentences, 500 facts about a hundred invented people, records and questions about
-them{hinted}. It exists to show, on a laptop, what its architecture is good and bad at, retrieval above all. It is good for
-nothing else.
+{f"{recipe.start} on," if recipe.start else "scratch"} on generated toy data: narrative sentences, 500 facts about a hundred
+invented people, records and questions about them{hinted}. It exists to show, on a laptop, what its architecture is good and bad
+at, retrieval above all. It is good for nothing else.
 
 Measured on held-out examples when it was made (accuracy, 95% interval, questions):
 

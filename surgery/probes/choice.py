@@ -15,7 +15,7 @@ from surgery.probes.question import Question, with_spans
 from surgery.probes.toy import ADJECTIVES, THINGS, facts, is_held_out
 from surgery.records.recipe import TOY
 
-LETTERS = "ABCD"
+LETTERS, LONG = "ABCD", 9
 WHEN = ("in the morning", "at noon", "in the evening", "at midnight", "in the spring", "at dawn", "in the rain", "at market")
 
 
@@ -25,17 +25,19 @@ def lettered(
     answer: str,
     choices: tuple[str, ...],
     held_out: bool | None = None,
-    length: Literal["word", "long"] = "word",
+    length: Literal["word", "long"] | int = "word",
 ) -> Question:
     """The question with four options in random order, one of them right; the choices are the letters.
 
     held_out: draw a prompt of the training split (False) or of the held-out one (True), by a hash of its text.
+    length: "word", "long", or how many words there are beside the one that matters, up to LONG.
     """
+    words = length if isinstance(length, int) else {"word": 0, "long": LONG}[length]
     while True:
         options = [answer, *rng.sample([choice for choice in choices if choice != answer], len(LETTERS) - 1)]
         rng.shuffle(options)
         right = options.index(answer)
-        texts = options if length == "word" else [_lengthen(rng, option) for option in options]
+        texts = [_lengthen(rng, option, words) for option in options] if words else options
         lines = (f"{letter}. {text}\n" for letter, text in zip(LETTERS, texts, strict=True))
         prompt, spans = with_spans(f"Question: {question}\n", lines)
         prompt += "Answer:"
@@ -43,9 +45,11 @@ def lettered(
             return Question(prompt, tuple(f" {letter}" for letter in LETTERS), right, spans, right)
 
 
-def _lengthen(rng: random.Random, option: str) -> str:
-    """An option of 9 or 10 words, with four or more on either side of the one that matters."""
-    return f"{rng.choice(WHEN)} with the {option} near the {rng.choice(ADJECTIVES)} {rng.choice(THINGS)}"
+def _lengthen(rng: random.Random, option: str, words: int) -> str:
+    """An option with `words` words more, as many before the one that matters as after it; with LONG, 9 or 10 in all."""
+    before = f"{rng.choice(WHEN)} with the".split()
+    after = f"near the {rng.choice(ADJECTIVES)} {rng.choice(THINGS)}".split()
+    return " ".join([*before[max(0, len(before) - (words + 1) // 2) :], option, *after[: words // 2]])
 
 
 @dataclass(frozen=True)

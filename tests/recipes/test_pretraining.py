@@ -32,7 +32,7 @@ def test_a_recipe_makes_a_model(path: Path) -> None:
     recipe = train.BaseRecipe.model_validate(parse_yaml(path.read_text(), str(path)))
     tokenizer = train.build_tokenizer()
     model = train.fresh_model(recipe, tokenizer)
-    part = train.encode_examples(tokenizer, train.retrieval(recipe, random.Random(0), 3)[:2])
+    part = train.encode_examples(tokenizer, train.retrieval(recipe, random.Random(0), recipe.curriculum.first + 1)[:2])
     assert train.loss_of(model, part).isfinite()
     assert all(p.requires_grad for p in model.parameters())
 
@@ -104,3 +104,15 @@ def test_a_base_and_its_twins_see_the_same_tokens(tmp_path: Path) -> None:
     other = train.Training(train.BaseRecipe.model_validate(by_step | {"seed": 1}), tokenizer, tmp_path / "other")
     other.run()
     assert other.at["digest"] not in seen
+
+
+def test_options_grow_while_they_are_learnt(tmp_path: Path) -> None:
+    grows = {"choice_length": "growing", "curriculum": {"threshold": 1e9}, "alone_steps": 0, "steps": 30}
+    training = train.Training(train.BaseRecipe.model_validate(SMALL | grows), train.build_tokenizer(), tmp_path)
+    training.run()
+    assert training.at["words"] == 2  # the second after 23 steps, in which the running loss falls to a third
+    rng = random.Random(0)
+    prompts = [train.lettered(rng, "?", "a", tuple("abcdef"), length=words).prompt for words in range(train.LONG + 1)]
+    lengths = [[len(line.split()) - 1 for line in prompt.splitlines()[1:5]] for prompt in prompts]
+    assert all(set(found) <= {words, words + 1} for words, found in enumerate(lengths))  # "at noon" is a word less than others
+    assert [max(found) for found in lengths] == list(range(1, train.LONG + 2))
