@@ -1,4 +1,4 @@
-"""A model in a serving engine against transformers: the same prompts, alone and together, in float32.
+"""A model in a serving engine against transformers: the same prompts, alone, together and behind cached prefixes, in float32.
 
 The engine lives in an environment of its own, since it pins other versions, and is asked by a script there (serving/ask_*.py)
 for greedy tokens and the log-probabilities of the most probable ones. The model here reads the same tokens in one pass: each
@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from surgery.checking.check import open_model
-from surgery.checking.law import rounding
+from surgery.checking.law import WORDS, rounding
 from surgery.errors import UserError
 from surgery.models.load import find_folder
 
@@ -34,7 +34,8 @@ NEW = 40  # tokens after the first prompt, and 3 fewer after each next, so that 
 @dataclass(frozen=True)
 class EngineFinding:
     """difference: the largest one of log-probabilities; bound: what rounding explains. tokens: how many the engine chose;
-    others: how many of them the model here does not choose. where: the first of these, or the largest difference."""
+    others: how many of them the model here does not choose. where: the first of these, or the largest difference. kept: how
+    many tokens of prompts it had from a cache; failed: what it says where it cannot serve with one."""
 
     engine: str
     version: str
@@ -43,17 +44,24 @@ class EngineFinding:
     tokens: int
     others: int
     where: str
+    kept: int
+    failed: str
 
     @property
     def holds(self) -> bool:
-        """Whether the engine computes the model."""
-        return not self.others and self.difference <= self.bound
+        """Whether the engine computes the model, and refuses in words what it does not."""
+        clear = not self.failed or any(word in self.failed.lower() for word in WORDS)
+        return clear and not self.others and self.difference <= self.bound
 
     def __str__(self) -> str:
         what, same = "right" if self.holds else "wrong", f"{self.tokens - self.others} of {self.tokens}"
         line = f"{what}: {same} tokens of {self.engine} {self.version} are those of transformers"
         apart = f"log-probabilities differ by at most {self.difference:.1e} (rounding explains {self.bound:.1e})"
-        return f"{line}; {apart}" + ("" if self.holds else f"; {self.where}")
+        kept = (
+            f"{self.kept:,} tokens of prompts came from cached prefixes" if self.kept else "it kept no prefixes of them"
+        )
+        cached = f"with cached prefixes it fails: {self.failed}" if self.failed else kept
+        return "; ".join(part for part in (line, apart, cached, self.where) if part)
 
 
 def check_engine(model: str | Path, engine: str, python: Path, trust_remote_code: bool = False) -> EngineFinding:
@@ -68,22 +76,25 @@ def compare_engine(live: PreTrainedModel, folder: Path, engine: str, python: Pat
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(vocabulary, (length,), generator=generator).tolist() for length in LENGTHS]
     job = {"folder": str(folder.resolve()), "prompts": prompts, "new": [max(1, NEW - 3 * i) for i in range(len(prompts))]}
-    said = ask_engine(engine, python, job | ({"texts": []} if engine == "llama.cpp" else {}))
+    said = ask_engine(engine, python, job)
+    asked = [(f"requests {how}", *each) for how in ("alone", "together") for each in zip(prompts, said[how], strict=True)]
+    asked += [(f"{kept} of them cached", prompt, steps) for prompt, kept, steps in said["cached"]]
     worst, bound, others, tokens, where = 0.0, 0.0, 0, 0, ""
-    for how in ("alone", "together"):
-        for prompt, steps in zip(prompts, said[how], strict=True):
-            text = [*prompt, *(token for token, _ in steps[:-1])]
-            own = _log_probabilities(live, text, len(steps))
-            allowed = rounding(own.abs().max().item(), len(text), live.config.num_hidden_layers, torch.float32)
-            difference, wrong = _compare(own, allowed, steps)
-            place = f"after a prompt of {len(prompt)} tokens, requests {how}"
-            if wrong and not others:
-                where = f"token {wrong[0] + 1} is another one {place}"
-            elif not others and difference > max(worst, allowed):
-                where = f"the largest difference is {place}"
-            worst, bound = max(worst, difference), max(bound, allowed)
-            others, tokens = others + len(wrong), tokens + len(steps)
-    return EngineFinding(engine, said["version"], worst, bound, tokens, others, where)
+    for how, prompt, steps in asked:
+        text = [*prompt, *(token for token, _ in steps[:-1])]
+        own = _log_probabilities(live, text, len(steps))
+        allowed = rounding(own.abs().max().item(), len(text), live.config.num_hidden_layers, torch.float32)
+        difference, wrong = _compare(own, allowed, steps)
+        place = f"after a prompt of {len(prompt)} tokens, {how}"
+        if wrong and not others:
+            where = f"token {wrong[0] + 1} is another one {place}"
+        elif not others and difference > max(worst, allowed):
+            where = f"the largest difference is {place}"
+        worst, bound = max(worst, difference), max(bound, allowed)
+        others, tokens = others + len(wrong), tokens + len(steps)
+    kept = sum(count for _, count, _ in said["cached"])
+    failed = " ".join(said["failed"].split())[:200]
+    return EngineFinding(engine, said["version"], worst, bound, tokens, others, where, kept, failed)
 
 
 @torch.no_grad()
@@ -105,7 +116,8 @@ def ask_engine(engine: str, python: Path, job: dict[str, Any]) -> dict[str, Any]
     script, module = SCRIPTS[engine]
     if not python.is_file() or not os.access(python, os.X_OK):
         raise UserError(f"--engine-python: there is no program {python}")
-    quiet = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    quiet = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    quiet["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # its errors are then its own, and one engine can follow another
     settings = quiet | {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
     place = Path(__file__).parents[1] / "serving" / script
     with tempfile.TemporaryDirectory() as empty:  # where nothing can be imported from by mistake

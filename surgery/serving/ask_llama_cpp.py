@@ -4,13 +4,14 @@ of llama.cpp with its server:
     python -P ask_llama_cpp.py < job.json > answers.json
 
 job: {"folder": a folder with model.gguf, "prompts": [[token id, ...], ...], "new": [how many tokens to choose after each
-prompt, ...], "texts": [str, ...]}
-answers: {"version": str, "setting": str, "alone": [...], "together": [...], "otherwise": {setting: [...]}, "texts": [[token id,
-...], ...]}, for each prompt [[chosen token, {token: log-probability}], ...]
+prompt, ...]}
+answers: {"version": str, "alone": [...], "together": [...], "cached": [[prompt, how many of its tokens were kept, [...]], ...],
+"failed": ""}, for each prompt [[chosen token, {token: log-probability}], ...]
 
 Alone, each prompt is a request by itself. Together, all are sent at once to a server with SEATS seats, so that requests join as
-others leave. Prompts are read in pieces of PIECE tokens. Both are asked without flash attention and with a cache in float32;
-otherwise: alone, with flash attention and the cache that llama.cpp takes unless told otherwise, in float16.
+others leave. Cached: a prompt, and then the same one with its answer and the next prompt behind it, and without the answer, of
+a server that keeps what it has read. Prompts are read in pieces of PIECE tokens, without flash attention and with a cache in
+float32: as llama.cpp has both by default, log-probabilities differ by up to 0.1.
 """
 
 import http.client
@@ -33,26 +34,22 @@ def main() -> None:
         file.write(said)
 
 
-def answers(folder: str, prompts: list[list[int]], new: list[int], texts: list[str]) -> dict:
-    file = os.path.join(folder, "model.gguf")
-    longest = max(len(prompt) + count for prompt, count in zip(prompts, new, strict=True)) + 1
-
-    def alone(server) -> list:
-        return [steps(server, prompt, count) for prompt, count in zip(prompts, new, strict=True)]
-
-    exact = start(file, longest)
-    said: dict[str, Any] = {
-        "version": metadata.version("xllamacpp"), "setting": "without flash attention",
-        "alone": alone(exact), "texts": [split(exact, text) for text in texts],
-    }  # fmt: skip
+def answers(folder: str, prompts: list[list[int]], new: list[int]) -> dict:
+    file, longest = os.path.join(folder, "model.gguf"), 2 * (max(map(len, prompts)) + max(new)) + 1
+    server = start(file, longest)
+    alone = [steps(server, prompt, count)[1] for prompt, count in zip(prompts, new, strict=True)]
+    said: dict[str, Any] = {"version": metadata.version("xllamacpp"), "alone": alone, "cached": [], "failed": ""}
+    for prompt, count, told, after, more in zip(prompts, new, alone, prompts[1:], new[1:], strict=False):
+        steps(server, prompt, count, keep=True)
+        for text in ([*prompt, *(token for token, _ in told), *after], prompt + after):
+            said["cached"].append([text, *steps(server, text, more, keep=True)])
     server = start(file, longest, seats=SEATS)
     with ThreadPoolExecutor(len(prompts)) as threads:
-        said["together"] = list(threads.map(steps, [server] * len(prompts), prompts, new))
-    said["otherwise"] = {"with flash attention and a cache in float16": alone(start(file, longest, flash=True))}
+        said["together"] = [each for _, each in threads.map(steps, [server] * len(prompts), prompts, new)]
     return said
 
 
-def start(file: str, longest: int, *, seats: int = 1, flash: bool = False):
+def start(file: str, longest: int, seats: int = 1):
     """A server on the CPU for texts of at most `longest` tokens."""
     import xllamacpp as llama
 
@@ -62,26 +59,27 @@ def start(file: str, longest: int, *, seats: int = 1, flash: bool = False):
     options.n_batch, options.n_ubatch, options.warmup = PIECE, PIECE, False
     if threads := int(os.environ.get("OMP_NUM_THREADS") or 0):
         options.cpuparams.n_threads = options.cpuparams_batch.n_threads = threads
-    kind = llama.llama_flash_attn_type
-    options.flash_attn_type = kind.LLAMA_FLASH_ATTN_TYPE_ENABLED if flash else kind.LLAMA_FLASH_ATTN_TYPE_DISABLED
-    if not flash:
-        options.cache_type_k = options.cache_type_v = llama.ggml_type.GGML_TYPE_F32
+    options.flash_attn_type = llama.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    options.cache_type_k = options.cache_type_v = llama.ggml_type.GGML_TYPE_F32
     return llama.Server(options)
 
 
-def steps(server, prompt: list[int], count: int) -> list:
-    """Greedy tokens after a prompt. An end of text ends a request: the next one goes on after it."""
+def steps(server, prompt: list[int], count: int, keep: bool = False) -> tuple[int, list]:
+    """How many tokens of the prompt it had kept, and greedy tokens after it. An end of text ends a request: the next one goes
+    on after it."""
     chosen: list = []
+    kept = None
     while len(chosen) < count:
         asked: dict[str, Any] = {
             "prompt": prompt + [token for token, _ in chosen], "n_predict": count - len(chosen), "temperature": 0,
-            "n_probs": TOP, "return_tokens": True, "cache_prompt": False,
+            "n_probs": TOP, "return_tokens": True, "cache_prompt": keep,
         }  # fmt: skip
         said = post(server, "/completion", asked)
         if not said["tokens"]:
             raise RuntimeError(f"it chose no token after {len(asked['prompt'])}")
+        kept = said["timings"]["cache_n"] if kept is None else kept
         chosen += paired(said["tokens"], said["completion_probabilities"])
-    return chosen
+    return kept or 0, chosen
 
 
 def paired(tokens: list[int], entries: list[dict]) -> list:
@@ -103,10 +101,6 @@ def places(tokens: list[int], entries: list[dict]) -> list[int]:
         place = tokens.index(entry["id"], place) + 1
         result.append(place - 1)
     return result
-
-
-def split(server, text: str) -> list[int]:
-    return post(server, "/tokenize", {"content": text, "add_special": True})["tokens"]
 
 
 def post(server, path: str, asked: dict) -> dict:

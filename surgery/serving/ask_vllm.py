@@ -2,13 +2,13 @@
 
     python -P ask_vllm.py < job.json > answers.json
 
-job: {"folder": str, "prompts": [[token id, ...], ...], "new": [how many tokens to choose after each prompt, ...]}, with
-"settings", if any, for vLLM's LLM; or a list of such, which are asked one after the other
-answers: {"version": str, "alone": [...], "together": [...], "cached": [...]}, for each prompt [[chosen token, {token:
-log-probability}], ...], and how many of its tokens vLLM had kept when it was asked together; or a list of such
+job: {"folder": str, "prompts": [[token id, ...], ...], "new": [how many tokens to choose after each prompt, ...]}
+answers: {"version": str, "alone": [...], "together": [...], "cached": [[prompt, how many of its tokens were kept, [...]], ...],
+"failed": str}, for each prompt [[chosen token, {token: log-probability}], ...]
 
 Alone, each prompt is a request by itself. Together, all are sent at once: no more than SEATS run at a time, so that requests
-join as others leave. Prompts are read in pieces of PIECE tokens.
+join as others leave. Prompts are read in pieces of PIECE tokens. Cached: with prefix caching, a prompt, and then the same one
+with its answer and the next prompt behind it, and without the answer. failed: why vLLM did not answer so, if it did not.
 """
 
 import gc
@@ -18,43 +18,53 @@ import sys
 from importlib import metadata
 
 SEATS, PIECE, TOP = 4, 64, 5
+MEMORY = 2 << 30  # bytes for caches: vLLM would take nearly all that the machine has
 
 
 def main() -> None:
-    jobs = json.load(sys.stdin)
+    job = json.load(sys.stdin)
     with os.fdopen(os.dup(1), "w") as out:
         os.dup2(2, 1)  # vLLM writes to the standard output too
-        json.dump([_alone(job) for job in jobs] if isinstance(jobs, list) else answers(**jobs), out)
+        json.dump(answers(**job), out)
 
 
-def _alone(job: dict) -> dict:
-    """One of several jobs. In one process (VLLM_ENABLE_V1_MULTIPROCESSING=0) an engine has to go before the next one starts."""
+def answers(folder: str, prompts: list[list[int]], new: list[int]) -> dict:
+    longest = 2 * (max(map(len, prompts)) + max(new)) + 1
+    ask = _start(folder, longest, caching=False)
+    said: dict = {
+        "version": version_of("vllm"),
+        "alone": [ask([prompt], [count])[0][1] for prompt, count in zip(prompts, new, strict=True)],
+    }
+    said |= {"together": [steps for _, steps in ask(prompts, new)], "cached": [], "failed": ""}
+    del ask
+    try:
+        ask = _start(folder, longest, caching=True)
+        for prompt, count, steps, after, more in zip(prompts, new, said["alone"], prompts[1:], new[1:], strict=False):
+            ask([prompt], [count])
+            for text in ([*prompt, *(token for token, _ in steps), *after], prompt + after):
+                said["cached"].append([text, *ask([text], [more])[0]])
+    except Exception as error:
+        said["failed"] = f"{type(error).__name__}: {error}"
+    return said
+
+
+def _start(folder: str, longest: int, *, caching: bool):
+    """What asks a new engine: prompts, and numbers of tokens -> how many of a prompt's tokens it had kept, and the steps."""
+    from vllm import LLM, SamplingParams
     from vllm.distributed import cleanup_dist_env_and_memory
 
-    result = answers(**job)
     gc.collect()
-    cleanup_dist_env_and_memory()
-    return result
-
-
-def answers(folder: str, prompts: list[list[int]], new: list[int], settings: dict | None = None) -> dict:
-    from vllm import LLM, SamplingParams
-
-    longest = max(len(prompt) + count for prompt, count in zip(prompts, new, strict=True))
+    cleanup_dist_env_and_memory()  # the one before was in this process (VLLM_ENABLE_V1_MULTIPROCESSING=0), and has to go
     own = {"dtype": "float32", "max_num_seqs": SEATS, "max_num_batched_tokens": PIECE, "max_logprobs": TOP, "seed": 0}
-    llm = LLM(folder, **own | {"max_model_len": longest + 1, "disable_log_stats": True} | (settings or {}))
-    requests = [{"prompt_token_ids": prompt} for prompt in prompts]
-    greedy = [SamplingParams(temperature=0, max_tokens=count, logprobs=TOP, ignore_eos=True) for count in new]
+    own |= {"max_model_len": longest, "enable_prefix_caching": caching, "kv_cache_memory_bytes": MEMORY}
+    llm = LLM(folder, disable_log_stats=True, **own)
 
-    def ask(some: list, how: list) -> list:
-        return llm.generate(some, how, use_tqdm=False)
+    def ask(some: list[list[int]], counts: list[int]) -> list:
+        how = [SamplingParams(temperature=0, max_tokens=count, logprobs=TOP, ignore_eos=True) for count in counts]
+        done = llm.generate([{"prompt_token_ids": prompt} for prompt in some], how, use_tqdm=False)
+        return [(each.num_cached_tokens or 0, _steps(each.outputs[0])) for each in done]
 
-    alone = [_steps(ask([request], [how])[0].outputs[0]) for request, how in zip(requests, greedy, strict=True)]
-    together = ask(requests, greedy)
-    return {
-        "version": version_of("vllm"), "alone": alone, "together": [_steps(each.outputs[0]) for each in together],
-        "cached": [each.num_cached_tokens or 0 for each in together],
-    }  # fmt: skip
+    return ask
 
 
 def _steps(output) -> list:

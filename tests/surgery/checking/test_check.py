@@ -1,5 +1,6 @@
 """surgery check: small models of any architecture, the report, adapters, bytes, and engines."""
 
+import copy
 import importlib.util
 import json
 import stat
@@ -279,24 +280,51 @@ def answer(model, prompt, count):
     return made
 
 
-@pytest.mark.parametrize("fault", ["", "token", "probability"])
-def test_an_engine_that_computes_another_model_is_found(tmp_path, monkeypatch, fault):
+@pytest.fixture
+def engine(tmp_path, monkeypatch):
+    """A model, what an engine says of it, and what is found when that stands in a file."""
     monkeypatch.setattr("surgery.checking.engines.LENGTHS", (3, 21))
     monkeypatch.setattr("surgery.checking.engines.NEW", 4)
     model, generator = random_model(shrink(read_config("mamba2"))), torch.Generator().manual_seed(0)
     prompts = [torch.randint(97, (length,), generator=generator).tolist() for length in (3, 21)]
     answers = [answer(model, prompt, count) for prompt, count in zip(prompts, (4, 1), strict=True)]
+    longer = [*prompts[0], *(token for token, _ in answers[0]), *prompts[1]]
+    said = {"version": "0", "alone": answers, "together": copy.deepcopy(answers), "failed": ""}
+    said["cached"] = [[longer, 7, answer(model, longer, 2)]]
+
+    def ask():
+        (tmp_path / "said.json").write_text(json.dumps(said))
+        python = tmp_path / "python"  # says what stands here, whatever script it is to run
+        python.write_text(f"#!/bin/sh\ncat {tmp_path}/said.json\n")
+        python.chmod(python.stat().st_mode | stat.S_IXUSR)
+        return compare_engine(model, tmp_path, "vllm", python)
+
+    return said, ask
+
+
+@pytest.mark.parametrize("way", ["alone", "together", "cached"])
+@pytest.mark.parametrize("fault", ["", "token", "probability"])
+def test_an_engine_that_computes_another_model_is_found(engine, way, fault):
+    said, ask = engine
+    steps = said["cached"][0][2] if way == "cached" else said[way][0]
     if fault == "token":
-        answers[1][0][0] -= 1
+        steps[-1][0] -= 1
     elif fault:
-        answers[0][2][1] = {token: value + 0.01 for token, value in answers[0][2][1].items()}
-    (tmp_path / "said.json").write_text(json.dumps({"version": "0", "alone": answers, "together": answers}))
-    python = tmp_path / "python"  # says what stands here, whatever script it is to run
-    python.write_text(f"#!/bin/sh\ncat {tmp_path}/said.json\n")
-    python.chmod(python.stat().st_mode | stat.S_IXUSR)
-    found = compare_engine(model, tmp_path, "vllm", python)
+        steps[1][1] = {token: value + 0.01 for token, value in steps[1][1].items()}
+    found = ask()
     assert found.holds == (not fault)
-    assert found.others == (2 if fault == "token" else 0)
+    assert found.others == (fault == "token")
+    assert (found.tokens, found.kept) == (12, 7)
+    assert not fault or {"cached": "7 of them cached"}.get(way, way) in found.where
+
+
+@pytest.mark.parametrize(("failed", "holds"), [("IndexError: index 1 is out of bounds", False), ("it is not supported", True)])
+def test_an_engine_may_refuse_cached_prefixes_but_not_crash(engine, failed, holds):
+    said, ask = engine
+    said |= {"cached": [], "failed": failed}
+    found = ask()
+    assert found.holds == holds
+    assert failed in str(found)
 
 
 def test_a_python_without_the_engine_is_told(tmp_path):
