@@ -11,8 +11,9 @@ elsewhere about as much, as what every token needs. A model that does not answer
 records are out of order, has no roles.
 
 Heads can stand in for each other: each alone is not needed, and all together are. So all heads of a layer are ablated together
-as well, and a role can be a group's: a pair's, where some pair explains the layer, or the layer's. A layer's convolution is a
-candidate for gathering too.
+as well, and a role can be a group's: a pair's, where some pair explains the layer, or the layer's. Layers can stand in for each
+other, too, as backup heads do (arXiv 2211.00593): those that are needed where the units that aggregate are silent aggregate as
+one group, and its cost at the query is the one beside theirs. A layer's convolution is a candidate for gathering too.
 
 What is measured where: the query is a single token of a question, so it is measured on all questions (QueryReplay). The other
 places cost the layers from the head's on, and are measured on some of the questions. Heads that lead the ranking are measured
@@ -156,7 +157,7 @@ def find_roles(
     groups = [*convs, *merge_groups(groups)]
     ablator.at_query([*heads, *groups])
     ablator.at_places([*heads, *groups])
-    return name_roles(ablator, heads, groups, len(tested))
+    return name_roles(ablator, heads, groups, layers, len(tested))
 
 
 def whole_layers(ablator: Ablator) -> list[Costs]:
@@ -194,12 +195,41 @@ def merge_groups(groups: Sequence[Costs]) -> list[Costs]:
     return list(merged.values())
 
 
-def name_roles(ablator: Ablator, heads: Sequence[Costs], groups: Sequence[Costs], tests: int) -> Found:
+def find_stand_ins(ablator: Ablator, aggregate: Sequence[Costs], layers: Sequence[Costs], tests: int) -> list[Costs]:
+    """The layers that are needed at the query where the aggregate units are silent, as one group: as few of all layers as
+    together cost what all cost, or a guess. Nothing where the aggregate units cost that much."""
+
+    def cost(*more: Costs) -> np.ndarray:
+        return ablator.run(*((each, "query") for each in (*aggregate, *more)))[0]
+
+    alone, chosen = cost(), list(layers)
+    if alone.mean() >= min(cost(*layers).mean(), ablator.guess) - COST:
+        return []
+    ablator.at_places(layers, ("spans", "elsewhere"))
+    chosen = [layer for layer in layers if not is_general(ablator, layer, tests)]
+    enough = min(cost(*chosen).mean(), ablator.guess) - COST
+    for layer in tuple(chosen):
+        rest = [each for each in chosen if each is not layer]
+        chosen = rest if cost(*rest).mean() >= enough else chosen
+    group = Costs(
+        tuple(unit for layer in chosen for unit in layer.units), " + ".join(each.name for each in chosen), ("aggregate",)
+    )
+    group.at["query"] = cost(group) - alone
+    return [group] if chosen and is_needed(group.at["query"], tests) else []
+
+
+def name_roles(ablator: Ablator, heads: Sequence[Costs], groups: Sequence[Costs], layers: Sequence[Costs], tests: int) -> Found:
     """Roles by the definitions of this module, from what was measured."""
     wrong = why_none(ablator)
     ranked = sorted((*heads, *groups), key=lambda each: -each.mean("query", "evidence"))
     units = [each for each in ranked if not wrong and not is_general(ablator, each, tests)]
     aggregate = [each for each in units if "aggregate" in each.roles and is_needed(each.at["query"], tests)]
+    stand_ins = [] if wrong else find_stand_ins(ablator, aggregate, layers, tests)
+    ablator.at_places(stand_ins)
+    aggregate, groups = (
+        [*aggregate, *stand_ins],
+        [*(each for each in groups if each.name not in {s.name for s in stand_ins}), *stand_ins],
+    )
     gather = [each for each in units if "gather" in each.roles and gathers(ablator, each, aggregate, tests)]
 
     def measured(each: Costs) -> Roles:
@@ -272,7 +302,8 @@ def passing(ablator: Ablator, source: tuple[Costs, str], silent: Sequence[tuple[
 
 def comes_before(one: Costs, other: Costs) -> bool:
     """Whether what one unit writes is read by another at later tokens: a convolution is before the heads of its layer."""
-    return one.layer < other.layer or (one.layer == other.layer and not one.units[0].heads and bool(other.units[0].heads))
+    last = max(unit.layer for unit in other.units)
+    return one.layer < last or (one.layer == last and not one.units[0].heads and bool(other.units[0].heads))
 
 
 def measure_edges(ablator: Ablator, gather: Sequence[Costs], aggregate: Sequence[Costs]) -> tuple[Edge, ...]:
