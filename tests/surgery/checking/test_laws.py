@@ -14,7 +14,9 @@ from surgery.checking.law import subject_of
 from surgery.checking.shrink import first_of_each_kind, random_model, read_config, shrink
 from surgery.modeling.bamba import BambaHybridForCausalLM
 from surgery.modeling.mamba2 import Mamba2HybridForCausalLM
-from surgery.splicing.splice import adopt
+from surgery.models.anatomy import anatomy
+from surgery.records.plan import Plan, Start
+from surgery.splicing.splice import adopt, splice
 from tests.surgery.modeling.bases import BASES, make_hybrid
 from tests.surgery.modeling.stock_bases import make_hybrid as make_stock_hybrid
 
@@ -270,17 +272,38 @@ def test_what_is_right_in_transformers_is_right(architecture, law):
     assert found.verdict == "right"
 
 
+KINDS = (
+    "mamba mamba2 falcon_mamba bamba falcon_h1 zamba2 nemotron_h granitemoehybrid jamba qwen3_next qwen3_5_text olmo_hybrid "
+    "kimi_linear"
+).split()
+
+
 def random_hybrid(seed):
-    """A hybrid of random shape."""
+    """A hybrid of random shape: without grafts, with a layer of attention, or with grafts at two heads."""
     draw = random.Random(seed)
-    kind = draw.choice(["mamba", "mamba2", "falcon_mamba", "bamba", "falcon_h1", "qwen3_next", "granitemoehybrid"])
+    kind = draw.choice(KINDS)
     config = shrink(read_config(kind))
-    changes = {"state_size": (4, 8, 16), "mamba_d_state": (4, 8, 16), "conv_kernel": (2, 3, 4), "use_conv_bias": (True, False)}
-    changes |= {"chunk_size": (8, 16, 32), "mamba_chunk_size": (8, 16), "tie_word_embeddings": (True, False)}
+    changes = {**dict.fromkeys(("state_size", "mamba_d_state", "ssm_state_size"), (4, 8, 16)), "vocab_size": (40, 97)}
+    changes |= {
+        **dict.fromkeys(("conv_kernel", "mamba_d_conv", "linear_conv_kernel_dim"), (2, 3, 4)),
+        "chunk_size": (8, 16, 32),
+    }
+    changes |= {
+        "mamba_chunk_size": (8, 16),
+        **dict.fromkeys(("use_conv_bias", "use_bias", "tie_word_embeddings"), (True, False)),
+    }
     for name, values in changes.items():
         if hasattr(config, name):
             setattr(config, name, draw.choice(values))
-    return adopt(random_model(config, seed=seed))
+    base = random_model(config, seed=seed)
+    if seed % 3 == 0:
+        return adopt(base)
+    place = draw.choice(anatomy(base).ssms)
+    if seed % 3 == 1:
+        return splice(base, Plan(kind="layer", sites=(f"L{place.layer}",), width=16)).eval()
+    heads = [f"L{place.layer}.H{place.first + head}" for head in draw.sample(range(place.heads), 2)]
+    starts = {head: Start(sign=draw.choice((1, -1)), tau=0.8, null=draw.choice((None, 0.5))) for head in heads}
+    return splice(base, Plan(sites=tuple(heads), starts=starts, gate=0.7)).eval()
 
 
 def assert_no_false_alarm(seed, **options):
