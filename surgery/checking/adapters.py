@@ -219,7 +219,8 @@ def _without_gradient(model: Any) -> dict[str, bool]:
     """Modules whose adapters get no gradient -> whether their own weights get one all the same."""
     for parameter in model.parameters():
         parameter.requires_grad_(parameter.is_floating_point())
-    ids = torch.randint(3, min(int(model.config.vocab_size), 1000), (2, LENGTH), generator=torch.Generator().manual_seed(0))
+    words = min(int(model.config.get_text_config(decoder=True).vocab_size), 1000)
+    ids = torch.randint(min(3, words - 1), words, (2, LENGTH), generator=torch.Generator().manual_seed(0))
     model.train()
     with torch.enable_grad():
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()

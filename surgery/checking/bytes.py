@@ -28,7 +28,7 @@ from surgery.errors import UserError
 LENGTHS = (1024, 4096, 16384, 65536, 262144, 1048576)
 SHORT = 24  # tokens that are read: more than any short convolution has taps
 BLOCK, CONTEXT = 16, 256  # vLLM's blocks and llama.cpp's contexts are multiples of these
-# Model types that engines have code for: vLLM 0.32, and llama.cpp of October 2026. Hybrids of heads are not among them.
+# Recurrent model types that engines have code for: vLLM 0.32, and llama.cpp of October 2026.
 BOTH = (
     "mamba falcon_mamba mamba2 jamba falcon_h1 nemotron_h granitemoehybrid qwen3_next qwen3_5_text qwen3_5_moe_text "
     "kimi_linear lfm2 lfm2_moe"
@@ -105,11 +105,14 @@ class CacheBytes:
         return batch * blocks * group * page
 
     def rows(self, batch: int = 1) -> list[dict[str, int | None]]:
-        """Bytes by length, for each who holds them; None for an engine that has no code for the model type."""
+        """Bytes by length, for each who holds them; None for an engine that has no code for a recurrent model type."""
         ways = {"llama_cpp": self.llama_cpp, "vllm": self.vllm}
+        attends = not any(layer.state or layer.convolution for layer in self.layers)
         rows: list[dict[str, int | None]] = []
         for length in LENGTHS:
-            served = {name: find(length, batch) if self.model_type in SERVED[name] else None for name, find in ways.items()}
+            served = {
+                name: find(length, batch) if attends or self.model_type in SERVED[name] else None for name, find in ways.items()
+            }
             rows.append({"tokens": length, "transformers": self.transformers(length, batch), **served})
         return rows
 
@@ -184,8 +187,8 @@ def _measured(model: Any, tokens: int, depth: int) -> list[tuple[LayerBytes, int
     try:
         output = model(input_ids=torch.zeros(1, tokens, dtype=torch.long), use_cache=True, **given)
     except (RuntimeError, ValueError) as error:
-        said = f"a {model.config.model_type} cannot be run in {model.dtype} to measure its cache"
-        raise UserError(f"{said}: {str(error).splitlines()[0]}; try another --dtype") from error
+        said = f"a {model.config.model_type} cannot be run with a cache in {model.dtype}: {str(error).splitlines()[0]}"
+        raise UserError(said + "; try another --dtype" * ("dtype" in said)) from error
     cache = next((getattr(output, name) for name in CACHES if getattr(output, name, None) is not None), None)
     if kept:
         cache = given["past_key_values"]

@@ -259,6 +259,7 @@ def test_an_engine_without_code_for_a_model_has_no_bytes():
     row = count_cache_bytes(shrink(read_config("bamba")), "float32").rows()[0]
     assert row["llama_cpp"]
     assert row["vllm"] is None
+    assert all(count_cache_bytes(shrink(read_config("llama")), "float32").rows()[0].values())
 
 
 def test_vllm_fills_a_page_with_attention():
