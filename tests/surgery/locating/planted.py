@@ -9,7 +9,7 @@ found. All of it is turned by a random rotation. What stands at random layers an
 - a gather head: it holds the key of a record in its state until the next one, and writes it at every token;
 - a convolution that gathers, where KEY and VALUE are neighbours: the queried layer makes its keys (B) of the token before;
 - an aggregate head: it stores, at values, the value under its key, and reads, at "?", what is stored under the asked key;
-- two aggregate heads that stand in for each other;
+- two aggregate heads that stand in for each other, in one layer or in two;
 - a memory: it knows the value of each key by itself, and looks at no record.
 """
 
@@ -32,7 +32,7 @@ HIDDEN = HEADS * WIDTH
 CONSTANT = len(WORDS)
 OWN_KEY, OWN_VALUE, CARRIED, FOUND = (CONSTANT + 1 + CODES * i for i in range(4))  # where codes begin in the stream
 SINK, JUNK = HIDDEN - 1, HIDDEN - 2
-KINDS = ("head", "convolution", "pair", "memory", "nothing")
+KINDS = ("head", "convolution", "pair", "layers", "memory", "nothing")
 
 
 @dataclass(frozen=True)
@@ -89,13 +89,13 @@ def plant(kind: str, seed: int, dtype: torch.dtype = torch.float32) -> Planted:
     """A model of one of KINDS."""
     rng = random.Random(f"{kind} {seed}")
     layers = [Layer(rng) for _ in range(LAYERS)]
-    early, late = sorted(rng.sample(range(LAYERS), 2))
+    early, late = sorted(rng.sample(range(LAYERS), 2)) if kind != "layers" else (0, 1)
     first, last = layers[early], layers[late]
     words = [WORDS.index(word) for word in (*KEYS, *VALUES)]
     first.skip(words, [*range(OWN_KEY, OWN_KEY + CODES), *range(OWN_VALUE, OWN_VALUE + CODES)])
     first.skip([CONSTANT], [SINK])
     gather, aggregate = (), list[str]()
-    if kind in ("head", "pair"):
+    if kind in ("head", "pair", "layers"):
         carrier = first.head(words[:CODES], list(range(CARRIED, CARRIED + CODES)), 0.04)
         first.store(carrier, KEYS, forgets=True)
         first.B[0, CONSTANT] = first.C[0, CONSTANT] = 0.15
@@ -105,12 +105,15 @@ def plant(kind: str, seed: int, dtype: torch.dtype = torch.float32) -> Planted:
     if kind == "memory":
         number = last.skip(list(range(OWN_KEY, OWN_KEY + CODES)), list(range(FOUND, FOUND + CODES)))
         last.taps[number * WIDTH : (number + 1) * WIDTH] = torch.tensor([0.0, 0, 1, 0])
-    for _ in range({"head": 1, "convolution": 1, "pair": 2}.get(kind, 0)):
-        number = last.head(list(range(OWN_VALUE, OWN_VALUE + CODES)), list(range(FOUND, FOUND + CODES)))
-        last.store(number, VALUES, forgets=False)
+    for layer in {"head": [last], "convolution": [last], "pair": [last, last], "layers": layers[1:]}.get(kind, []):
+        number = layer.head(list(range(OWN_VALUE, OWN_VALUE + CODES)), list(range(FOUND, FOUND + CODES)))
+        layer.store(number, VALUES, forgets=False)
         aggregate.append(f"L{late}.H{number}")
-    last.code(last.B, OWN_KEY if kind == "convolution" else CARRIED, before=kind == "convolution")
-    last.code(last.C, OWN_KEY, before=True)
+    for layer in layers[1:] if kind == "layers" else [last]:
+        layer.code(layer.B, OWN_KEY if kind == "convolution" else CARRIED, before=kind == "convolution")
+        layer.code(layer.C, OWN_KEY, before=True)
+    if kind == "layers":
+        aggregate = ["L1 + L2"]
     for layer in layers:
         while layer.free:
             layer.skip([rng.randrange(len(WORDS))], [JUNK])
