@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, DynamicCache
 
 from surgery.checking.adapters import check_adapters
-from surgery.checking.bytes import LENGTHS, count_cache_bytes
+from surgery.checking.bytes import LENGTHS, CacheBytes, LayerBytes, count_cache_bytes
 from surgery.checking.check import check, read_sizes
 from surgery.checking.engines import compare_engine
 from surgery.checking.law import CACHES, subject_of
@@ -253,6 +253,16 @@ def test_bytes_of_a_published_size_take_no_weights():
     assert sizes.transformers(LENGTHS[-1]) == 64 * (4 * state + 2 * convolution)
     assert sizes.llama_cpp(1000) == 64 * 4 * (state + convolution * 3 // 4)
     assert sizes.vllm(1000, batch=3) == 3 * 64 * 2 * (state + convolution * 3 // 4)
+
+
+def test_bytes_are_those_that_engines_allocated(monkeypatch):
+    """tiny-mamba2 with two layers of attention, as a Nemotron-H: vLLM 0.32 on a CPU, where blocks have 128 tokens, took 9 and 17
+    blocks of 2 pages of 262144 bytes; llama.cpp of October 2026 2 MiB and 0.04 MiB."""
+    layers = [LayerBytes(token=2048), LayerBytes(state=16384, numbers=4096, convolution=4608, taps=4)] * 2
+    sizes = CacheBytes("nemotron_h", torch.float32, layers)
+    assert sizes.llama_cpp(1024) == 2 * 2**20 + 2 * (16384 + 4608 * 3 // 4)
+    monkeypatch.setattr("surgery.checking.bytes.BLOCK", 128)
+    assert [sizes.vllm(length) for length in (1000, 1024, 2000)] == [blocks * 2 * 262144 for blocks in (9, 9, 17)]
 
 
 def test_an_engine_without_code_for_a_model_has_no_bytes():
