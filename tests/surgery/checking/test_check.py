@@ -256,7 +256,7 @@ def test_bytes_of_a_published_size_take_no_weights():
 
 
 def test_bytes_are_those_that_engines_allocated(monkeypatch):
-    """tiny-mamba2 with two layers of attention, as a Nemotron-H: vLLM 0.32 on a CPU, where blocks have 128 tokens, took 9 and 17
+    """tiny-mamba2 with two layers of attention, as a Nemotron-H: vLLM 0.32 on a CPU, with blocks of 128 tokens, took 9 and 17
     blocks of 2 pages of 262144 bytes; llama.cpp of October 2026 2 MiB and 0.04 MiB."""
     layers = [LayerBytes(token=2048), LayerBytes(state=16384, numbers=4096, convolution=4608, taps=4)] * 2
     sizes = CacheBytes("nemotron_h", torch.float32, layers)
