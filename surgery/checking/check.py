@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from surgery.checking import laws
 from surgery.checking.law import Finding, Law, subject_of
-from surgery.checking.shrink import random_model, read_config, shrink
+from surgery.checking.shrink import SMALL, random_model, read_config, shrink
 from surgery.errors import UserError
 from surgery.kernels.explain import Sizes, sizes_of
 from surgery.modeling.graft import GraftMixer
@@ -114,13 +114,19 @@ def check_laws(
     model: PreTrainedModel, *, quick: bool = False, full: bool = False, only: tuple[str, ...] = ()
 ) -> tuple[tuple[Finding, ...], str]:
     """(the findings, worst first; what the model was run in). quick: only the laws that come first when time is short."""
-    subject = subject_of(model, wide=8 * sum(p.numel() for p in model.parameters()) <= WIDE)
+    size, threads = sum(p.numel() for p in model.parameters()), torch.get_num_threads()
+    subject = subject_of(model, wide=8 * size <= WIDE)
     chosen = [
         law
         for name, law in all_laws().items()
         if (name in only if only else (law.quick or not quick) and (full or not law.slow))
     ]
-    findings = [law.run(subject) for law in chosen]
+    if size <= SMALL:  # whose operations are so short that several threads take eight times the time of one, and more
+        torch.set_num_threads(1)
+    try:
+        findings = [law.run(subject) for law in chosen]
+    finally:
+        torch.set_num_threads(threads)
     findings.sort(key=lambda finding: (ORDER.index(finding.verdict), -_size(finding)))
     return tuple(findings), str(subject.dtype).removeprefix("torch.")
 

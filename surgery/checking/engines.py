@@ -57,9 +57,7 @@ class EngineFinding:
         what, same = "right" if self.holds else "wrong", f"{self.tokens - self.others} of {self.tokens}"
         line = f"{what}: {same} tokens of {self.engine} {self.version} are those of transformers"
         apart = f"log-probabilities differ by at most {self.difference:.1e} (rounding explains {self.bound:.1e})"
-        kept = (
-            f"{self.kept:,} tokens of prompts came from cached prefixes" if self.kept else "it kept no prefixes of them"
-        )
+        kept = f"{self.kept:,} tokens of prompts came from cached prefixes" if self.kept else "it kept no prefixes of them"
         cached = f"with cached prefixes it fails: {self.failed}" if self.failed else kept
         return "; ".join(part for part in (line, apart, cached, self.where) if part)
 

@@ -36,7 +36,9 @@ WORDS = (
     "can't",
     "not implemented",
     "unexpected keyword",
-    "only",
+    "only support",
+    "only implement",
+    "only work",
     "not compatible",
     "use ",
     "disabl",
@@ -321,7 +323,9 @@ def subject_of(
     vocabulary = min(int(config.vocab_size), 1000)
     chunk = next((getattr(config, n) for n in ("chunk_size", "mamba_chunk_size", "block_size") if getattr(config, n, None)), 0)
     length = length or max(70, min(chunk, 256) + 9)
-    ids = torch.randint(3, vocabulary, (rows, length), generator=torch.Generator().manual_seed(seed))
+    if most := getattr(config, "max_position_embeddings", None):
+        length = min(length, most - 8)  # pads stand beside it
+    ids = torch.randint(min(3, vocabulary - 1), vocabulary, (rows, length), generator=torch.Generator().manual_seed(seed))
     copied = prepared(model)
     if wide:
         subject = Subject(copied.double(), ids, source=model)

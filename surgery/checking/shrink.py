@@ -192,8 +192,8 @@ def _fewer_layers(fields: dict[str, Any]) -> dict[str, Any]:
 
 @torch.no_grad()
 def first_of_each_kind(model: Any) -> Any:
-    """A hybrid with its own weights, but with only the first layer of each kind (two layers at least) and the first WORDS words.
-    So its code, settings and grafts are checked in a time that does not grow with its depth. A small model, and one whose
+    """A hybrid with its own weights, but with only the first layer of each kind, two at least, and the first WORDS words. So
+    its code, settings and grafts are checked in a time that does not grow with its depth. A small model, and one whose
     configuration cannot be cut so, is returned as it is."""
     config, grafts = model.config, {entry["layer"]: entry for entry in getattr(model.config, "grafts", None) or ()}
     if sum(p.numel() for p in model.parameters()) <= SMALL or config.model_type in UNCUT:

@@ -8,7 +8,7 @@ from surgery.checking.law import Law, NotApplicable, Subject
 
 def cases(s: Subject):
     config = s.model.config.to_dict()
-    if drops := sorted(name for name, value in config.items() if "dropout" in name and isinstance(value, float) and value > 0):
+    if drops := sorted(name for name, value in config.items() if "drop" in name and isinstance(value, float) and value > 0):
         raise NotApplicable(f"dropout is on: {', '.join(drops)}")
 
     def run():

