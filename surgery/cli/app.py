@@ -105,8 +105,11 @@ def main() -> None:
         if isinstance(error, SystemExit) or os.environ.get("SURGERY_TRACEBACK"):
             raise
         if hasattr(error, "format_message"):  # the command line itself is wrong
-            error.show()  # type: ignore[attr-defined]
-            status = 2
+            path = getattr(getattr(error, "ctx", None), "command_path", "surgery")
+            if type(error).__name__ == "NoArgsIsHelpError":  # `surgery` alone: its message is the help
+                print(error.format_message())
+                sys.exit(2)
+            status = _end(f"{error.format_message().rstrip('.')} (`{path} -h` lists what there is)", 2)
         elif type(error).__name__ == "PanicException":  # of the library tokenizers; it is no Exception
             status = _end(
                 f"the tokenizer cannot be used: its library fails with '{error}'; check the model's tokenizer.json", 2

@@ -93,6 +93,10 @@ def places(tmp_path):
 @pytest.mark.parametrize(
     ("command", "named"),
     [
+        ("run --otu x", "--out"),
+        ("bench", "MODEL"),
+        ("chek x", "check"),
+        (f"check {BASE} --batch x", "--batch"),
         ("look no-such", "OWNER/NAME"),
         ("look checkpoints/tiny-mambaa2", "did you mean"),
         (f"look {BASE}/config.json", BASE),
