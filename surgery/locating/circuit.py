@@ -10,6 +10,7 @@ INK, QUIET = "#24292f", "#6a7178"
 GATHER, AGGREGATE = "#0072b2", "#d55e00"  # of Okabe and Ito's palette, safe for colour-blind readers
 DRAWN = 4  # units of either role; those that cost most
 GATHER_ROW, AGGREGATE_ROW = 1.0, 0.0
+NEAR = 0.26  # of the way to its target stands an arrow's label: near its source, where arrows have not crossed yet
 
 
 def draw_circuit(ranking: Ranking) -> Any | None:
@@ -38,6 +39,7 @@ def draw_circuit(ranking: Ranking) -> Any | None:
         axis.set(xlim=(-0.02, 1.02), ylim=(-0.85, 1.4))
         axis.set_axis_off()
         places = {(row, name): x for row, units in rows.items() for name, x in _spread(units)}
+        boxes: dict[tuple[float, str], Any] = {}
         titles = {GATHER_ROW: "gather, at the ends of records", AGGREGATE_ROW: "aggregate, at the query"}
         for row, color in ((GATHER_ROW, GATHER), (AGGREGATE_ROW, AGGREGATE)):
             title = titles[row]
@@ -48,15 +50,25 @@ def draw_circuit(ranking: Ranking) -> Any | None:
                 if (row, name) in places:
                     text = f"{name}\n+{cost:.2f} nats"
                     box = {"boxstyle": "round,pad=0.45", "fc": "white", "ec": color, "lw": 1.6}
-                    axis.text(places[row, name], row, text, ha="center", va="center", bbox=box, zorder=3)
+                    drawn = axis.text(places[row, name], row, text, ha="center", va="center", bbox=box, zorder=3)
+                    boxes[row, name] = drawn.get_bbox_patch()
+        figure.draw_without_rendering()  # boxes get their sizes, and arrows end at their edges
         for edge in circuit.edges:
-            begin, end = places.get((GATHER_ROW, edge.source)), places.get((AGGREGATE_ROW, edge.target))
-            if begin is None or end is None or edge.share < 0.05:
+            source, target = (GATHER_ROW, edge.source), (AGGREGATE_ROW, edge.target)
+            if source not in places or target not in places or edge.share < 0.05:
                 continue
-            share = min(edge.share, 1.0)
-            arrow = {"arrowstyle": "-|>", "lw": 0.8 + 2.6 * share, "color": QUIET, "shrinkA": 22, "shrinkB": 22}
+            share, begin, end = min(edge.share, 1.0), places[source], places[target]
+            arrow = {
+                "arrowstyle": "-|>",
+                "mutation_scale": 13,
+                "lw": 0.8 + 2 * share,
+                "color": QUIET,
+                "shrinkA": 3,
+                "shrinkB": 3,
+            }
+            arrow |= {"patchA": boxes[source], "patchB": boxes[target]}
             axis.annotate("", (end, AGGREGATE_ROW), (begin, GATHER_ROW), arrowprops=arrow, zorder=1)
-            x, y = begin + 0.42 * (end - begin), GATHER_ROW + 0.42 * (AGGREGATE_ROW - GATHER_ROW)
+            x, y = begin + NEAR * (end - begin), GATHER_ROW + NEAR * (AGGREGATE_ROW - GATHER_ROW)
             box = {"fc": "white", "ec": "none", "pad": 1}
             axis.text(x, y, f"{share:.0%}", color=QUIET, fontsize=8.5, ha="center", va="center", zorder=2, bbox=box)
         axis.text(0, -0.65, textwrap.fill(circuit.sentence, 100), color=INK, fontsize=8.5, va="center")
