@@ -28,7 +28,7 @@ from surgery.runtime.files import OutputFolder, file_digest, open_output
 from surgery.runtime.processes import is_main, on_main
 from surgery.runtime.progress import say
 from surgery.splicing.splice import adopt, splice
-from surgery.tuning.controls import PLANS, control_plan, trainable_control
+from surgery.tuning.controls import PLANS, SLOW, SLOW_RATE, control_plan, trainable_control
 from surgery.tuning.loop import tune
 
 R = TypeVar("R", bound=Record)
@@ -152,10 +152,12 @@ def make_models(base: Any, tokenizer: Any, ranking: Ranking, plan: Plan, recipe:
 
 def _tune(models: dict[str, Any], name: str, tokenizer: Any, recipe: Recipe, output: OutputFolder, settings: Any) -> None:
     """Stage tune, of one model, from the newest checkpoint on."""
-    teacher = models["base"] if name != MAIN else None
+    teacher, options = models["base"] if name != MAIN else None, recipe.tune
+    if name != MAIN and name.removeprefix(PREFIX) in SLOW:
+        options = options.model_copy(update={"learning_rate": min(options.learning_rate, SLOW_RATE)})
     with output.folder(f"tuning/{name}", settings) as folder:
         on_main(lambda: None)  # nobody looks into the folder before it is ready
-        tune(models[name], tokenizer, recipe.tune, recipe.data, seed=recipe.seed, folder=folder, name=name, teacher=teacher)
+        tune(models[name], tokenizer, options, recipe.data, seed=recipe.seed, folder=folder, name=name, teacher=teacher)
 
 
 def _finish(

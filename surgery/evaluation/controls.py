@@ -1,7 +1,7 @@
 """The controls that bench.controls names: what else might have done as well as the edit.
 
-In a report a control is a model called control_NAME. Those that are trained see the same training examples as the hybrid, for
-as many steps (tuning/controls.py makes them); the others need nothing but the base, and bench makes them itself.
+In a report a control is a model called control_NAME. Those that are trained see the same training examples as the hybrid
+(tuning/controls.py makes them, pipeline.py tunes them); the others need nothing but the base, and bench makes them itself.
 """
 
 from collections import Counter, defaultdict

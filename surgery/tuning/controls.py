@@ -1,4 +1,4 @@
-"""The controls that learn: what else might have done as well as the edit, tuned on the same examples for as many steps.
+"""The controls that learn: what else might have done as well as the edit, tuned on the same examples.
 
 Two are plans, to be spliced: grafts at other heads of the same layers, or of other layers; attention in the place of the whole
 layers. The others are the base with no graft, of which something else learns.
@@ -20,6 +20,9 @@ from surgery.records.site import Site
 from surgery.splicing.splice import adopt, unsplice
 
 PLANS = ("same_layer", "random_site", "whole_layer")
+# Controls in which weights of the base learn, or new ones from random, and the learning rate that they have at most: at a
+# graft's rate of 0.009 their loss does not fall (recipes/evidence/automatic).
+SLOW, SLOW_RATE = ("tuned", "adapters", "whole_layer"), 0.002
 
 
 def control_plan(name: str, model: Any, plan: Plan, seed: int, start: Callable[[int, int], Start] | None = None) -> Plan:

@@ -12,6 +12,7 @@ from surgery.look import look
 from surgery.models.load import load
 from surgery.records.recipe import read_recipe, recipe_text
 from surgery.records.report import Report
+from surgery.runtime.files import open_output
 from tests.surgery.exporting.folders import InProcess
 
 ROOT = Path(__file__).parents[2]
@@ -75,6 +76,15 @@ def test_what_is_done_is_done_again_from_the_stage_on_whose_settings_changed(ran
     assert resume("bench.limit=5", "plan.gate=0.75") == ["choose", "tune", "tune", "bench", "write_export"]
     (place / "text.txt").write_text("Bruno lives in Oslo. " * 400)
     assert "choose" in resume("bench.limit=5", "plan.gate=0.75")
+
+
+@pytest.mark.parametrize(("name", "rate"), [("tuned", 0.01), ("control_tuned", 0.002), ("control_same_layer", 0.01)])
+def test_weights_of_the_base_learn_at_a_rate_of_their_own(place, tmp_path, monkeypatch, name, rate):
+    rates = []
+    monkeypatch.setattr(pipeline, "tune", lambda *given, **named: rates.append(given[2].learning_rate))
+    with open_output(tmp_path / "out") as output:
+        pipeline._tune({"base": None, name: None}, name, None, make_recipe(place, "tune.learning_rate=0.01"), output, {})
+    assert rates == [rate]
 
 
 def test_an_output_that_holds_the_model_is_refused(ran):
