@@ -449,7 +449,7 @@ Trained {datetime.now(UTC).date()} in {seconds / 60:.0f} minutes of processor ti
 def write(out: Path, training: Training, measured: dict[str, Any]) -> None:
     """Write the checkpoint folder."""
     recipe, model = training.recipe, training.model
-    base = model if recipe.attention or not hasattr(model, "disable_grafts") else unsplice(model)
+    base = unsplice(model) if hasattr(model, "disable_grafts") and not model.config.grafts else model
     base.save_pretrained(out)
     save_tokenizer(training.tokenizer, out)
     for file in out.glob("*.py"):  # a checkpoint of this repository needs no copy of its code

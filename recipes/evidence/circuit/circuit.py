@@ -26,6 +26,9 @@ HERE, ROOT = Path(__file__).parent, Path(__file__).parents[3]
 BASES: dict[str, dict[str, Any]] = {  # base -> its dictionaries
     "tiny-records": {"pairs": 16, "between": 8},
     "tiny-records-mamba1": {"pairs": 16, "between": 8},
+    "tiny-records-hybrid": {"pairs": 16, "between": 8},
+    "tiny-records-llama": {"pairs": 16, "between": 8},
+    "tiny-options": {"pairs": 16},
     "tiny-skills": {"pairs": 32},
     "tiny-mamba2": {"pairs": 32},
     "tiny-letters": {"pairs": 16},
@@ -35,6 +38,7 @@ BASES: dict[str, dict[str, Any]] = {  # base -> its dictionaries
     "tiny-kda": {"pairs": 16},
     "tiny-llama": {"pairs": 24},
 }
+LONG = ("tiny-records", "tiny-options")  # whose options have 9 or 10 words
 EDITED = ("tiny-records", "tiny-records-mamba1")
 SEED, ASKED, HEADS = 3, 200, 2
 STEPS = 60
@@ -43,7 +47,7 @@ BEGIN = "<!-- filled by circuit.py -->"
 
 def probes_of(name: str) -> dict[str, tuple[str, dict[str, Any]]]:
     """What is asked of a base: its dictionaries, multiple choice, and facts."""
-    length = {"length": "long"} if "records" in name else {}
+    length = {"length": "long"} if name.startswith(LONG) else {}
     return {"retrieval": ("kv", BASES[name]), "multiple choice": ("choice", length), "facts": ("knowledge", {})}
 
 
@@ -116,7 +120,7 @@ def chosen_sites(ranking: Any) -> dict[str, list[Site]]:
 
 def edit(base: Any, tokenizer: Any, name: str, ranking: Any, seed: int) -> dict[str, Any]:
     """Attention at some heads, tuned alike: accuracies, the divergence on text, and bytes of cache at 2,048 tokens."""
-    options, length = BASES[name], {"length": "long"} if "records" in name else {}
+    options, length = BASES[name], {"length": "long"} if name.startswith(LONG) else {}
     pairs = options["pairs"]
     tune = surgery.Tune(
         steps=STEPS,
