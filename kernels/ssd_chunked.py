@@ -78,9 +78,8 @@ class _Segment:
         self.size, self.c, work = size, c, size.work
         self.x, self.dt = self.folded(x.to(work)), self.folded(dt.to(work))[..., None]
         self.xd = self.x * self.dt  # b*c q h p
-        self.B, self.C = (
-            self.folded(m.to(work)).transpose(1, 2).reshape(-1, self.x.shape[1], size.n) for m in (B, C)
-        )  # b*c*g q n
+        self.B = self.folded(B.to(work)).transpose(1, 2).reshape(-1, self.x.shape[1], size.n)  # b*c*g q n
+        self.C = self.folded(C.to(work)).transpose(1, 2).reshape(-1, self.x.shape[1], size.n)
         # In float64: the sum may reach hundreds where a token forgets everything, and float32's rounding of it would be a
         # relative error of 1e-5 and more in the decay between the tokens after it.
         a = self.folded(dt.double() * A.double()).cumsum(1)  # b*c q h

@@ -24,7 +24,6 @@ def test_size_is_at_least(name, sizes):
     assert sizes[name] >= BUDGET["least"][name]
 
 
-@pytest.mark.slow
 def test_one_pass_of_the_main_job():
     measured = measure_path(ROOT)
     assert {name: value for name, value in measured.items() if value > BUDGET["path"][name]} == {}

@@ -123,8 +123,10 @@ def check_laws(
     ]
     if size <= SMALL:  # whose operations are so short that several threads take eight times the time of one, and more
         torch.set_num_threads(1)
+    findings = []
     try:
-        findings = [law.run(subject) for law in chosen]
+        for law in chosen:
+            findings.append(law.run(subject))
     finally:
         torch.set_num_threads(threads)
     findings.sort(key=lambda finding: (ORDER.index(finding.verdict), -_size(finding)))

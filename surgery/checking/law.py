@@ -105,15 +105,17 @@ class Law:
 
     def run(self, subject: "Subject") -> Finding:
         """Ask all cases."""
+        found = list[Case]()
         try:
-            found = tuple(subject.ask(name, case) for name, case in self.cases(subject).items())
+            for name, case in self.cases(subject).items():
+                found.append(subject.ask(name, case))
         except NotApplicable as reason:
-            found = (Case("", "not applicable", 0.0, 0.0, str(reason)),)
+            found = [Case("", "not applicable", 0.0, 0.0, str(reason))]
         order: list[Verdict] = ["wrong", "right", "refused", "not applicable"]
         worst = min(found, key=lambda case: (order.index(case.verdict), -_size(case)))
         where = ": ".join(part for part in (worst.name, worst.where) if part)
         advice = self.advice if worst.verdict == "wrong" else ""
-        return Finding(self.name, worst.verdict, worst.difference, where, worst.bound, self.protects, advice, found)
+        return Finding(self.name, worst.verdict, worst.difference, where, worst.bound, self.protects, advice, tuple(found))
 
 
 def _size(case: Case) -> float:
@@ -293,7 +295,7 @@ class WideCasts(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.float:
             func = torch.Tensor.double
-        elif any(value is torch.float32 for value in args):
+        elif id(torch.float32) in map(id, args):
             args = tuple(torch.float64 if value is torch.float32 else value for value in args)
         if kwargs and kwargs.get("dtype") is torch.float32:
             kwargs = kwargs | {"dtype": torch.float64}

@@ -9,6 +9,7 @@ Writes circuit.json (one entry a base and seed; finished ones are kept), BASE.pn
 
 import json
 import sys
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ BASES: dict[str, dict[str, Any]] = {  # base -> its dictionaries
 }
 LONG = ("tiny-records", "tiny-options")  # whose options have 9 or 10 words
 EDITED = ("tiny-records", "tiny-records-mamba1")
+PAIRED = ("tiny-options", "tiny-skills")
 SEED, ASKED, HEADS = 3, 200, 2
 STEPS = 60
 BEGIN = "<!-- filled by circuit.py -->"
@@ -86,6 +88,15 @@ def units_of(ranking: Any, names: Any) -> list[Any]:
         if head.site.layer == site.layer and set(head.site.heads) <= set(site.heads)
     ]
     return list({head.site: head for head in found}.values())
+
+
+def ask_pairs(base: Any, tokenizer: Any, ranking: Any, asked: dict[str, list]) -> dict[str, Any]:
+    """Accuracies without each pair of heads of the layer in which a pair gathers for multiple choice."""
+    (layer,) = {
+        site.layer for group in ranking.groups if group.roles.role == "gather" and "+" in group.name for site in group.sites
+    }
+    pairs = [Site(layer, pair) for pair in combinations(range(anatomy(base).mixers_of(layer)[0].heads), 2)]
+    return {site.name: ask(base, tokenizer, asked, [site]) for site in pairs}
 
 
 def locate_both(model: Any, tokenizer: Any, name: str, seed: int) -> dict[str, Any]:
@@ -169,6 +180,8 @@ def measure(name: str, seed: int) -> dict[str, Any]:
         for unit in (*ranking.circuit.gather, *ranking.circuit.aggregate):
             if sites := [each.site for each in units_of(ranking, [unit])]:
                 entry["without"][unit] = ask(base, tokenizer, asked, sites)
+    if name in PAIRED:
+        entry["pairs"] = ask_pairs(base, tokenizer, rankings["multiple choice"], asked)
     if name in EDITED and rankings["retrieval"].circuit is not None:
         entry["edits"] = edit(base, tokenizer, name, rankings["retrieval"], seed)
     return entry
@@ -190,6 +203,19 @@ def tables(entries: list[dict[str, Any]]) -> str:
     for entry in entries:
         lines.append(f"| {entry['base']} | | {shown(entry['whole'])} |")
         lines += [f"| | {unit} | {shown(figures)} |" for unit, figures in entry["without"].items()]
+    for entry in entries:
+        if "pairs" not in entry:
+            continue
+        pairs = sorted(entry["pairs"].items(), key=lambda pair: pair[1]["multiple choice"]["mean"])
+        lines += [
+            "",
+            f"## Pairs of heads of one layer of {entry['base']}",
+            "",
+            f"The three of {len(pairs)} that cost most in multiple choice.",
+            "",
+        ]
+        lines += ["| without | retrieval | multiple choice | facts |", "|---|---|---|---|"]
+        lines += [f"| {pair} | {shown(figures)} |" for pair, figures in pairs[:3]]
     for entry in entries:
         if "edits" not in entry:
             continue
