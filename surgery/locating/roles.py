@@ -36,6 +36,7 @@ from surgery.probes.encoded import Encoded
 from surgery.probes.scoring import logits_at_points
 from surgery.records.ranking import Circuit, Edge, Estimate, GroupScore, Roles
 from surgery.records.site import Site
+from surgery.runtime.progress import bar
 
 COST = 0.1  # nats a question: what costs less means little, though it can be beyond chance
 HALF = 0.5  # of a cost: what has to pass through aggregate units; what a group's members must not explain
@@ -101,7 +102,7 @@ class Ablator:
             for at, batch in self.encoded.batches(self.batch_size, one_length=True) if cached else ():
                 replay = QueryReplay(self.model, batch)
                 mask = torch.ones_like(replay.ids[:, replay.begin :], dtype=torch.bool)
-                for each in cached:
+                for each in bar(cached, f"roles: the query, {len(at)} of {len(self.encoded)} questions"):
                     with ablated([(unit, mask) for unit in each.units]):
                         costs_at = each.at.setdefault("query", np.zeros(len(self.encoded)))
                         costs_at[at] = replay.losses() - replay.loss
@@ -113,7 +114,7 @@ class Ablator:
 
     def at_places(self, costs: Iterable[Costs], places: Sequence[str] = PLACES) -> None:
         """Measure other places, on the chosen questions."""
-        for each in costs:
+        for each in bar(list(costs), f"roles: {' and '.join(places[:2])}"):
             for place in places:
                 if place == "everywhere" and each.layer == self.last and all(unit.heads for unit in each.units):
                     query = each.at["query"]
