@@ -311,9 +311,9 @@ layer, {layers} do so with 64 pairs.
 Rivals that are tuned see the rows that the edit sees, at its learning rate (all of the base's weights: at a third of it).
 More pretraining sees as many tokens of its own kinds. None has more steps than the edit, so one that loses may only be slower:
 [plateau.md](plateau.md) gives the rivals three learning rates and up to 2,000 steps. [reach.md](reach.md) asks longer prompts
-and other questions.
+and other questions. [sizes.md](sizes.md) has other widths, a Mamba-1, and a law that is tested on a width of its own.
 
-Not done: other sizes, Mamba-1, a law over sizes, prose, a window of equal bytes, the copy cache.
+Not done: prose, a window of equal bytes. An n-gram cache has nothing to say here: the last words of a question stand in no record.
 
 {minutes:.0f} minutes of processor time on {machine}; {packages}.
 `gap.py` measures, and writes this page; `gap.jsonl` is the record.
