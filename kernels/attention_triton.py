@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from surgery.kernels.functions import is_exact, on_gpu, transformed, without_autocast
+from surgery.kernels.functions import is_exact, on_gpu, transformed
 
 try:
     import triton
@@ -109,7 +109,6 @@ def tile(w: int, p: int, itemsize: int, shared: int, backward: bool) -> tuple[in
 
 class _Attend(torch.autograd.Function):
     @staticmethod
-    @without_autocast
     def forward(ctx: Any, q, k, v, bias, null, first, last):
         b, h, t, _ = q.shape
         y = torch.empty(b, t, h, v.shape[3], dtype=v.dtype, device=v.device).transpose(1, 2)
@@ -120,7 +119,6 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    @without_autocast
     def backward(ctx: Any, dy, dm):
         q, k, v, bias, null, first, last, y, m, total = ctx.saved_tensors
         dy = dy if dy.stride(-1) == 1 else dy.contiguous()

@@ -38,10 +38,6 @@ class KernelError(ValueError):
     """No such operation or backend, or one that was asked for and cannot serve."""
 
 
-def _takes_everything(*_: Any) -> None:
-    return None
-
-
 @dataclass(frozen=True, eq=False)
 class Backend:
     """One implementation of an operation.
@@ -54,7 +50,7 @@ class Backend:
 
     name: str
     run: Callable[..., Any]
-    refuses: Callable[..., str | None] = _takes_everything
+    refuses: Callable[..., str | None] = lambda *_: None
     probed: bool = False
     by_size: bool = False
     on_request: bool = False
@@ -65,23 +61,21 @@ class Backend:
 @dataclass(frozen=True)
 class Argument:
     """Written name:dims, with ? behind the name where it may be None, ! where it is changed, and behind the dims + for numbers
-    above 0, - for numbers below, # for documents (int32), & for which exist (bool); or name=type for a number."""
+    above 0, - for numbers below, # for documents (int32), & for which exist (bool); or name=type for a number. schema: the same
+    in the words of torch.library."""
 
     name: str
     dims: str
     kind: str
+    schema: str
 
     @classmethod
     def parse(cls, text: str) -> "Argument":
         name, tensor, rest = re.split("([:=])", text)
-        return cls(name, rest.rstrip("+-#&"), rest[-1]) if tensor == ":" else cls(name, "", rest)
-
-    @property
-    def schema(self) -> str:
-        """In the words of torch.library."""
-        if not self.dims:
-            return f"{self.kind} {self.name}"
-        return {"?": "Tensor? ", "!": "Tensor(a!) "}.get(self.name[-1], "Tensor ") + self.name.rstrip("?!")
+        if tensor == "=":
+            return cls(name, "", rest, f"{rest} {name}")
+        kind = {"?": "Tensor?", "!": "Tensor(a!)"}.get(name[-1], "Tensor")
+        return cls(name, rest.rstrip("+-#&"), rest[-1], f"{kind} {name.rstrip('?!')}")
 
 
 class Operation:
@@ -107,7 +101,7 @@ class Operation:
     def __call__(self, *args: Any, backend: str | None = None) -> Any:
         if torch.compiler.is_dynamo_compiling():
             return self.in_graph(backend, *args)
-        asked = backend or requested(self.name)
+        asked = backend or parse_requests(os.environ.get("SURGERY_KERNELS", "")).get(self.name)
         for candidate in self._candidates(asked):
             reason = self.why_not(candidate, *args)
             if reason is None:
@@ -218,38 +212,29 @@ class Operation:
                 made.append(min(m, cut["t"]) if argument.kind == "SymInt" and argument.name == "t" else m)
                 continue
             sizes = [min(int(n), cut.get(dim, int(n))) for n, dim in zip(m.shape, argument.dims, strict=True)]
-            made.append(_filled(m, argument.kind, sizes, draw, strided=not small))
+            if argument.kind == "#":
+                values = (torch.arange(sizes[1]) >= sizes[1] // 2).expand(sizes)
+            elif argument.kind == "&":
+                values = (torch.arange(sizes[1]) > 2).expand(sizes)
+            elif argument.kind in "+-":
+                uniform = torch.rand(*sizes, generator=draw, dtype=torch.float32, device="cpu")
+                values = 0.01 + 0.1 * uniform if argument.kind == "+" else -1 - uniform
+            else:
+                values = torch.randn(*sizes, generator=draw, dtype=torch.float32, device="cpu")
+            values = values.to(m.device, m.dtype).contiguous()
+            if not small and 0 not in m.stride():  # with the strides of the call
+                values = torch.empty_strided(sizes, m.stride(), dtype=m.dtype, device=m.device).copy_(values)
+            made.append(values)
         return made
-
-
-def _filled(m: Tensor, kind: str, sizes: list[int], draw: torch.Generator, strided: bool) -> Tensor:
-    """Numbers with the dtype and the device of m, and with its strides where that is asked for."""
-    if kind == "#":
-        values = (torch.arange(sizes[1]) >= sizes[1] // 2).expand(sizes)
-    elif kind == "&":
-        values = (torch.arange(sizes[1]) > 2).expand(sizes)
-    elif kind in "+-":
-        uniform = torch.rand(*sizes, generator=draw, dtype=torch.float32, device="cpu")
-        values = 0.01 + 0.1 * uniform if kind == "+" else -1 - uniform
-    else:
-        values = torch.randn(*sizes, generator=draw, dtype=torch.float32, device="cpu")
-    values = values.to(m.device, m.dtype)
-    if not strided or 0 in m.stride():
-        return values.contiguous()
-    return torch.empty_strided(sizes, m.stride(), dtype=m.dtype, device=m.device).copy_(values)
 
 
 def _real(m: Any) -> bool:
     return isinstance(m, Tensor) and m.is_floating_point()
 
 
-def requested(operation: str) -> str | None:
-    """The backend that SURGERY_KERNELS asks for, or None."""
-    return _parse(os.environ.get("SURGERY_KERNELS", "")).get(operation)
-
-
 @cache
-def _parse(text: str) -> dict[str, str]:
+def parse_requests(text: str) -> dict[str, str]:
+    """Operation -> the backend that SURGERY_KERNELS asks for."""
     if text.strip() == "hub":
         return {name: "hub" for name, operation in Operation.registry.items() if "hub" in operation.backends}
     pairs = [item.split("=", 1) for item in text.split(",") if item.strip()]

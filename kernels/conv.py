@@ -8,6 +8,7 @@ of Mamba's authors, `hub` its build on the Hub.
 """
 
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -45,7 +46,8 @@ def causal_conv(
 
 
 def _shifted(x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor | None, t: int, silu: bool) -> Tensor:
-    k, s = weight.shape[-1], x.shape[1]
+    k, s, dtype, work = weight.shape[-1], x.shape[1], x.dtype, torch.promote_types(x.dtype, torch.float32)
+    x, weight, bias = x.to(work), weight.to(work), None if bias is None else bias.to(work)
     missing = max(0, t + k - 1 - s)
     x = F.pad(x, (0, 0, missing, 0)) if missing else x
     parts = [x[:, x.shape[1] - t - i : x.shape[1] - i] for i in range(k)]
@@ -58,14 +60,7 @@ def _shifted(x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor | N
     in_place = not (torch.is_grad_enabled() and y.requires_grad)
     for part, tap in zip(parts[1:], taps[1:], strict=True):
         y = y.addcmul_(part, tap) if in_place else torch.addcmul(y, part, tap)
-    return F.silu(y, inplace=in_place) if silu else y
-
-
-def _wide_shifted(x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor | None, t: int, silu: bool) -> Tensor:
-    """In float32 at least: 16 bits would round after every product."""
-    work = torch.promote_types(x.dtype, torch.float32)
-    wide = None if bias is None else bias.to(work)
-    return _shifted(x.to(work), weight.to(work), wide, seq_idx, t, silu).to(x.dtype)
+    return (F.silu(y, inplace=in_place) if silu else y).to(dtype)
 
 
 def _stock(x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: None, t: int, silu: bool) -> Tensor:
@@ -75,24 +70,21 @@ def _stock(x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: None, t: int
     return F.silu(y) if silu else y
 
 
-def _by_cuda(find: Callable[[], Any]) -> Callable[..., Tensor]:
+def _by_cuda(
+    find: Callable[[], Any], x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor | None, t: int, silu: bool
+) -> Tensor:
     """By causal_conv1d_fn, wherever it is from. It wants strides of batch and tokens that are multiples of 8, and numbers that
     begin at a multiple of 16 bytes; a part of a projection may have neither, and is copied."""
-
-    def run(x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor | None, t: int, silu: bool) -> Tensor:
-        fits = x.stride(2) == 1 and x.stride(0) % 8 == 0 and x.stride(1) % 8 == 0 and x.data_ptr() % 16 == 0
-        x = (x if fits else x.contiguous()).transpose(1, 2)
-        activation = "silu" if silu else None
-        y = find().causal_conv1d_fn(x, weight[:, 0], bias, seq_idx=seq_idx, activation=activation)
-        return y[..., x.shape[2] - t :].transpose(1, 2)
-
-    return run
+    fits = x.stride(2) == 1 and x.stride(0) % 8 == 0 and x.stride(1) % 8 == 0 and x.data_ptr() % 16 == 0
+    x = (x if fits else x.contiguous()).transpose(1, 2)
+    y = find().causal_conv1d_fn(x, weight[:, 0], bias, seq_idx=seq_idx, activation="silu" if silu else None)
+    return y[..., x.shape[2] - t :].transpose(1, 2)
 
 
 def _not_for_shifted(x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor | None, *_: object) -> str | None:
     if x.device.type != "cpu":
         return "it is for CPUs: on a GPU each of its products would be a launch"
-    return None if x.dtype in (torch.float32, torch.float64) else "it would round after every product"
+    return None if x.dtype in (torch.float32, torch.float64) else "it would compute in float32"
 
 
 def _not_for_stock(x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor | None, *_: object) -> str | None:
@@ -116,7 +108,7 @@ CAUSAL_CONV = Operation(
     1,
     Backend(
         "causal_conv1d",
-        _by_cuda(lambda: import_module("causal_conv1d")),
+        partial(_by_cuda, lambda: import_module("causal_conv1d")),
         _not_for_cuda,
         probed=True,
         by_size=True,
@@ -126,12 +118,12 @@ CAUSAL_CONV = Operation(
     Backend("stock", _stock, _not_for_stock),
     Backend(
         "hub",
-        _by_cuda(lambda: hub("causal-conv1d", 1)),
+        partial(_by_cuda, lambda: hub("causal-conv1d", 1)),
         _not_for_cuda,
         probed=True,
         by_size=True,
         on_request=True,
         opaque=True,
     ),
-    Backend("reference", _wide_shifted),
+    Backend("reference", _shifted),
 )

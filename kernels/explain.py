@@ -104,19 +104,14 @@ def make_calls(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> Iterat
         yield "attend channels", ATTEND, [q[:, :1, :, :m], k[:, :1, :, :m], draw(b, 1, t, 10 * p), None, null[:1], None, None]
 
 
-def in_one_call(operation: Operation, args: list[Any]) -> bool:
-    """Whether the documents of packed rows are one call, as ssd_scan, causal_conv and attend decide it."""
-    if not on_gpu(args[0]):
-        return False
-    return operation is CAUSAL_CONV or operation.choose(*args).name not in ("reference", "plain")
-
-
 def explain(device: str | torch.device, dtype: torch.dtype, sizes: Sizes | None = None) -> tuple[list[Served], list[str]]:
     """(who serves every kind of call, what would help). It tries the backends, which takes minutes where mamba_ssm tunes its
     kernels for the first time."""
     device, rows, missing = torch.device(device), [], set()
     for call, operation, given in make_calls(device, dtype, Sizes() if sizes is None else sizes):
-        alone = call.endswith("packed") and not in_one_call(operation, given)
+        alone = call.endswith("packed")
+        if alone and on_gpu(given[0]):  # as ssd_scan, causal_conv and attend decide it
+            alone = operation is not CAUSAL_CONV and operation.choose(*given).name in ("reference", "plain")
         args = [None if alone and isinstance(m, torch.Tensor) and m.dtype == torch.int32 else m for m in given]
         served: list[str] = []
         reasons: dict[str, str] = {}

@@ -1,9 +1,7 @@
 """What the kernels here have in common: they choose their precision themselves, and torch.func cannot transform them."""
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import wraps
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,14 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 
-PLAIN = (Tensor, torch.nn.Parameter)
 TRACED = (FakeTensor, FunctionalTensor)
-Pass = TypeVar("Pass", bound=Callable[..., Any])
-
-
-def autocasts(device: str) -> bool:
-    """Whether autocast is on for a type of device."""
-    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
 
 
 def result_dtype(x: Tensor) -> torch.dtype:
@@ -26,24 +17,15 @@ def result_dtype(x: Tensor) -> torch.dtype:
     return torch.float32 if x.dtype == torch.float16 else x.dtype
 
 
-def own_precision(device: str) -> AbstractContextManager[Any]:
-    """No autocast within, whether it is on for that type of device or not."""
-    return torch.autocast(device, enabled=False) if autocasts(device) else nullcontext()
-
-
-def without_autocast(run: Pass) -> Pass:
-    """For both passes of a Function: run(ctx, *arguments), a tensor among them.
+def own_precision(x: Tensor) -> AbstractContextManager[Any]:
+    """No autocast within, for the type of device of x.
 
     Autocast is on in a forward pass and usually off in the backward pass of it, and may be the other way round. A backward pass
     that computes something again has to do it in the precision of the first time.
     """
-
-    @wraps(run)
-    def in_one_precision(ctx: Any, *arguments: Any) -> Any:
-        with own_precision(next(m for m in arguments if isinstance(m, Tensor)).device.type):
-            return run(ctx, *arguments)
-
-    return cast(Pass, in_one_precision)
+    device = x.device.type
+    autocasts = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return torch.autocast(device, enabled=False) if autocasts else nullcontext()
 
 
 def as_tuple(results: Any) -> tuple[Tensor, ...]:
@@ -65,14 +47,6 @@ def transformed(*_: object) -> str | None:
 def in_forward_mode(*_: object) -> str | None:
     """Why no kernel without a forward-mode derivative takes a call now, or None."""
     return "it has no forward-mode derivative" if forward_ad._current_level >= 0 else None
-
-
-def unreadable(*tensors: Tensor | None) -> str | None:
-    """Why no kernel that reads memory by its address takes these, or None: subclasses of Tensor keep their values elsewhere.
-    Those of a trace are taken, by the operator of the operation."""
-    if any(m is not None and type(m) not in PLAIN and not isinstance(m, TRACED) for m in tensors):
-        return "it takes plain tensors"
-    return "it cannot be traced by torch.jit" if torch.jit.is_tracing() else None
 
 
 def on_gpu(x: Tensor) -> bool:

@@ -28,7 +28,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from surgery.kernels.functions import learns, transformed, unreadable
+from surgery.kernels.functions import TRACED, learns, transformed
 
 # No -ffast-math: infinities and NaN keep their meaning, and sums the order in which they are written.
 FLAGS = "-O3 -std=gnu11 -fPIC -shared -fno-strict-aliasing -fno-math-errno -fno-trapping-math -ffp-contract=fast".split()
@@ -56,15 +56,12 @@ def load(name: str) -> ctypes.CDLL:
     file = f"{name}-{digest[:20]}.so"
     command = [*compiler, *flags, str(source), "-o"]
     try:
-        return _kept(_cache() / file, command)
+        cache = os.environ.get("XDG_CACHE_HOME", "")
+        cache = cache if os.path.isabs(cache) else os.path.expanduser("~/.cache")
+        return _kept(Path(cache) / "surgery" / file, command)
     except OSError:  # read-only, full, or mounted so that nothing in it may be executed
         with tempfile.TemporaryDirectory(prefix="surgery-") as folder:  # what is loaded stays when its file is gone
             return _build(Path(folder) / file, command)
-
-
-def _cache() -> Path:
-    folder = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(folder) if os.path.isabs(folder) else Path("~/.cache").expanduser()) / "surgery"
 
 
 def _kept(library: Path, command: list[str]) -> ctypes.CDLL:
@@ -225,12 +222,17 @@ def constant(file: str, name: str) -> int:
 
 def refuses(*tensors: Tensor | None) -> str | None:
     """Why no kernel here takes these, or None."""
-    present = [m for m in tensors if m is not None]
-    if not all(m.is_cpu for m in present):
-        return "it runs on a CPU"
-    if any(m.dtype == torch.float64 for m in present):
-        return "it computes in float32"
-    return unreadable(*present) or transformed()
+    for m in tensors:
+        if m is None:
+            continue
+        if not m.is_cpu:
+            return "it runs on a CPU"
+        if m.dtype == torch.float64:
+            return "it computes in float32"
+        # Subclasses keep their values elsewhere. Those of a trace are taken, by the operator of the operation.
+        if type(m) not in (Tensor, torch.nn.Parameter) and not isinstance(m, TRACED):
+            return "it takes plain tensors"
+    return "it cannot be traced by torch.jit" if torch.jit.is_tracing() else transformed()
 
 
 def step_refuses(state: Tensor, *others: Tensor | None) -> str | None:

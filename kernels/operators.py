@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from surgery.kernels.functions import as_tuple, learns, own_precision, without_autocast
+from surgery.kernels.functions import as_tuple, learns, own_precision
 
 Likeness = tuple[Sequence[int], torch.dtype]
 LIBRARY = torch.library.Library("surgery", "FRAGMENT")
@@ -42,9 +42,9 @@ class TwoPasses:
 
 class _Differentiable(torch.autograd.Function):
     @staticmethod
-    @without_autocast
     def forward(ctx: Any, passes: TwoPasses, *args: Any) -> Any:
-        *results, kept = passes.forward(*args, keep=True)
+        with own_precision(args[0]):
+            *results, kept = passes.forward(*args, keep=True)
         ctx.passes = passes
         ctx.set_materialize_grads(False)
         saved = [*(None if i in passes.unread else m for i, m in enumerate(args)), kept]
@@ -54,11 +54,11 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    @without_autocast
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple:
         *args, kept = (number if m is None else m for m, number in zip(ctx.saved_tensors, ctx.numbers, strict=True))
         needed = ctx.needs_input_grad[1:]
-        computed = ctx.passes.backward(gradients, args, kept, needed)
+        with own_precision(args[0]):
+            computed = ctx.passes.backward(gradients, args, kept, needed)
         return None, *(m if want else None for m, want in zip(computed, needed, strict=True))
 
 
@@ -86,7 +86,7 @@ class Operator:
 
     def _forward(self, *given: Any) -> Any:
         *args, backend = given
-        with own_precision(args[0].device.type), torch.no_grad():
+        with own_precision(args[0]), torch.no_grad():
             results = as_tuple(self.backends[backend].run(*args))
         # As the trace was told that they would be.
         fitted = [m.to(dtype).contiguous() for m, (_, dtype) in zip(results, self.like(*args), strict=True)]
@@ -102,7 +102,7 @@ class Operator:
         for i, want in zip(self.tensors, needed, strict=True):
             args[i] = None if args[i] is None else args[i].detach().requires_grad_(want)
         leaves = [args[i] for i, want in zip(self.tensors, needed, strict=True) if want]
-        with torch.enable_grad(), own_precision(args[0].device.type):
+        with torch.enable_grad(), own_precision(args[0]):
             results = as_tuple(self.backends[backend].run(*args))
         pairs = [(m, g.to(m.dtype)) for m, g in zip(results, gradients, strict=True) if g is not None and m.requires_grad]
         computed = torch.autograd.grad(

@@ -14,6 +14,7 @@ C for CPUs, compiled on first use; `chunked` (selective_chunked.py) is PyTorch, 
 """
 
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -99,15 +100,11 @@ class _WithoutGradient(torch.autograd.Function):
         raise NotImplementedError("mamba_ssm has no gradient through the final state; ask for backend='chunked'")
 
 
-def _by_cuda(find: Callable[[], Any]) -> Callable[..., tuple[Tensor, Tensor]]:
+def _by_cuda(find: Callable[[], Any], x, dt, A, B, C, D, initial_state) -> tuple[Tensor, Tensor]:
     """By selective_scan_fn, wherever it is from."""
-
-    def run(x, dt, A, B, C, D, initial_state):
-        u, dt, B, C = (m.to(x.dtype).transpose(1, 2) for m in (x, dt, B, C))
-        y, state = find().selective_scan_fn(u, dt, A.float(), B, C, None if D is None else D.float(), return_last_state=True)
-        return y.transpose(1, 2), _WithoutGradient.apply(state.float())
-
-    return run
+    u, dt, B, C = (m.to(x.dtype).transpose(1, 2) for m in (x, dt, B, C))
+    y, state = find().selective_scan_fn(u, dt, A.float(), B, C, None if D is None else D.float(), return_last_state=True)
+    return y.transpose(1, 2), _WithoutGradient.apply(state.float())
 
 
 def _not_for_cuda(x, dt, A, B, C, D, initial_state) -> str | None:
@@ -125,7 +122,7 @@ SELECTIVE_SCAN = Operation(
     2,
     Backend(
         "mamba_ssm",
-        _by_cuda(lambda: import_module("mamba_ssm.ops.selective_scan_interface")),
+        partial(_by_cuda, lambda: import_module("mamba_ssm.ops.selective_scan_interface")),
         _not_for_cuda,
         probed=True,
         by_size=True,
@@ -136,7 +133,7 @@ SELECTIVE_SCAN = Operation(
     Backend("chunked", run_chunked, transformed, opaque=True),
     Backend(
         "hub",
-        _by_cuda(lambda: hub("mamba-ssm", 4)),
+        partial(_by_cuda, lambda: hub("mamba-ssm", 4)),
         _not_for_cuda,
         probed=True,
         by_size=True,
@@ -157,14 +154,10 @@ def _step(state, x, dt, A, B, C, D):
     return (y if D is None else y + D.to(work) * wide).to(result_dtype(x))
 
 
-def _step_by_triton(find: Callable[[], Any]) -> Callable[..., Tensor]:
+def _step_by_triton(find: Callable[[], Any], state, x, dt, A, B, C, D) -> Tensor:
     """By selective_state_update, wherever it is from. It reads dt_bias and D whether they are there or not."""
-
-    def run(state, x, dt, A, B, C, D):
-        zero = torch.zeros(x.shape[1], dtype=torch.float32, device=x.device)
-        return find().selective_state_update(state, x, dt, A, B, C, zero if D is None else D, dt_bias=zero)
-
-    return run
+    zero = torch.zeros(x.shape[1], dtype=torch.float32, device=x.device)
+    return find().selective_state_update(state, x, dt, A, B, C, zero if D is None else D, dt_bias=zero)
 
 
 SELECTIVE_STEP = Operation(
@@ -174,7 +167,7 @@ SELECTIVE_STEP = Operation(
     1,
     Backend(
         "mamba_ssm",
-        _step_by_triton(lambda: import_alone("mamba_ssm.ops.triton.selective_state_update")),
+        partial(_step_by_triton, lambda: import_alone("mamba_ssm.ops.triton.selective_state_update")),
         lambda state, x, *rest: not_for_cuda_package(x),
         probed=True,
         by_size=True,
@@ -183,7 +176,7 @@ SELECTIVE_STEP = Operation(
     Backend("native", step, step_refuses, probed=True, opaque=True),
     Backend(
         "hub",
-        _step_by_triton(lambda: hub("mamba-ssm", 4)),
+        partial(_step_by_triton, lambda: hub("mamba-ssm", 4)),
         lambda state, x, *rest: not_for_cuda_package(x),
         probed=True,
         by_size=True,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from surgery.kernels.functions import result_dtype, without_autocast
+from surgery.kernels.functions import own_precision, result_dtype
 
 SEGMENT = 256  # tokens
 CPU_BLOCK, GPU_BLOCK = 2**19, 2**25  # numbers in a block: what fits a CPU's cache; what keeps a GPU busy
@@ -34,45 +34,45 @@ def run(x, dt, A, B, C, D, initial_state) -> tuple[Tensor, Tensor]:
 
 class _ChunkedScan(torch.autograd.Function):
     @staticmethod
-    @without_autocast
     def forward(ctx, x, dt, A, B, C, initial):
         y, final = torch.empty_like(x), torch.empty_like(initial)
         starts = range(0, x.shape[1], SEGMENT)
         entering = x.new_empty(len(starts), *initial.shape) if any(ctx.needs_input_grad) else None
-        for b, d in _blocks(x, A):
-            a, state = A[d].T.contiguous(), initial[b, d].transpose(1, 2).contiguous()
-            for i, start in enumerate(starts):
-                if entering is not None:
-                    entering[i, b, d] = state.transpose(1, 2)
-                t = slice(start, start + SEGMENT)
-                u, step = (x[b, t, d] * dt[b, t, d]).contiguous(), dt[b, t, d].contiguous()
-                states, state = _states(u, step, a, B[b, t], state)
-                y[b, t, d] = states.mul_(C[b, t, :, None]).sum(2)
-            final[b, d] = state.transpose(1, 2)
+        with own_precision(x):
+            for b, d in _blocks(x, A):
+                a, state = A[d].T.contiguous(), initial[b, d].transpose(1, 2).contiguous()
+                for i, start in enumerate(starts):
+                    if entering is not None:
+                        entering[i, b, d] = state.transpose(1, 2)
+                    t = slice(start, start + SEGMENT)
+                    u, step = (x[b, t, d] * dt[b, t, d]).contiguous(), dt[b, t, d].contiguous()
+                    states, state = _states(u, step, a, B[b, t], state)
+                    y[b, t, d] = states.mul_(C[b, t, :, None]).sum(2)
+                final[b, d] = state.transpose(1, 2)
         ctx.save_for_backward(x, dt, A, B, C, entering)
         return y, final
 
     @staticmethod
     @once_differentiable
-    @without_autocast
     def backward(ctx, dy, dfinal):
         x, dt, A, B, C, entering = ctx.saved_tensors
         dx, ddt, dinitial = torch.empty_like(x), torch.empty_like(dt), torch.empty_like(dfinal)
         dA, dB, dC = (torch.zeros_like(m) for m in (A, B, C))
         starts = range(0, x.shape[1], SEGMENT)
-        for b, d in _blocks(x, A):
-            a, g = A[d].T.contiguous(), dfinal[b, d].transpose(1, 2).contiguous()
-            for i in reversed(range(len(starts))):
-                t = slice(starts[i], starts[i] + SEGMENT)
-                part, step, by_y = (m[b, t, d].contiguous() for m in (x, dt, dy))
-                state = entering[i, b, d].transpose(1, 2).contiguous()
-                dx[b, t, d], ddt[b, t, d], by_A, by_B, by_C, g = _segment_gradients(
-                    part, step, by_y, a, B[b, t], C[b, t], state, g
-                )
-                dA[d] += by_A
-                dB[b, t] += by_B
-                dC[b, t] += by_C
-            dinitial[b, d] = g.transpose(1, 2)
+        with own_precision(x):
+            for b, d in _blocks(x, A):
+                a, g = A[d].T.contiguous(), dfinal[b, d].transpose(1, 2).contiguous()
+                for i in reversed(range(len(starts))):
+                    t = slice(starts[i], starts[i] + SEGMENT)
+                    part, step, by_y = (m[b, t, d].contiguous() for m in (x, dt, dy))
+                    state = entering[i, b, d].transpose(1, 2).contiguous()
+                    dx[b, t, d], ddt[b, t, d], by_A, by_B, by_C, g = _segment_gradients(
+                        part, step, by_y, a, B[b, t], C[b, t], state, g
+                    )
+                    dA[d] += by_A
+                    dB[b, t] += by_B
+                    dC[b, t] += by_C
+                dinitial[b, d] = g.transpose(1, 2)
         return dx, ddt, dA, dB, dC, dinitial
 
 

@@ -11,6 +11,7 @@ tested against it. The time step is given ready for use: softplus, bias and limi
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -98,16 +99,12 @@ def _reference(x, dt, A, B, C, D, initial_state, seq_idx, chunk_size):
     return (y if D is None else y + D[:, None] * x), state
 
 
-def _by_triton(find: Callable[[], Any]) -> Callable[..., tuple[Tensor, Tensor]]:
+def _by_triton(find: Callable[[], Any], x, dt, A, B, C, D, initial_state, seq_idx, chunk_size) -> tuple[Tensor, Tensor]:
     """By mamba_chunk_scan_combined, wherever it is from."""
-
-    def run(x, dt, A, B, C, D, initial_state, seq_idx, chunk_size):
-        options = {"D": D, "initial_states": initial_state, "seq_idx": seq_idx, "return_final_states": True}
-        B, C = (m.to(x.dtype) for m in (B, C))
-        y, state = find().mamba_chunk_scan_combined(x, dt, A, B, C, chunk_size, **options)
-        return y, state
-
-    return run
+    options = {"D": D, "initial_states": initial_state, "seq_idx": seq_idx, "return_final_states": True}
+    B, C = (m.to(x.dtype) for m in (B, C))
+    y, state = find().mamba_chunk_scan_combined(x, dt, A, B, C, chunk_size, **options)
+    return y, state
 
 
 def _not_for_triton(x, *rest) -> str | None:
@@ -116,8 +113,8 @@ def _not_for_triton(x, *rest) -> str | None:
     return "it rounds float32 to TensorFloat-32, which torch is told not to do" if is_exact(x) else None
 
 
-def _not_packed(x, dt, A, B, C, D, initial_state, seq_idx, chunk_size) -> str | None:
-    return "it takes one document a row" if seq_idx is not None else None
+def _not_for_chunked(x, dt, A, B, C, D, initial_state, seq_idx, chunk_size) -> str | None:
+    return "it takes one document a row" if seq_idx is not None else transformed()
 
 
 SSD_SCAN = Operation(
@@ -130,17 +127,17 @@ SSD_SCAN = Operation(
     2,
     Backend(
         "mamba_ssm",
-        _by_triton(lambda: import_alone("mamba_ssm.ops.triton.ssd_combined")),
+        partial(_by_triton, lambda: import_alone("mamba_ssm.ops.triton.ssd_combined")),
         _not_for_triton,
         probed=True,
         by_size=True,
         opaque=True,
     ),
-    Backend("native", native_scan, lambda *call: _not_packed(*call) or refuses(*call), probed=True, opaque=True),
-    Backend("chunked", chunked_scan, lambda *call: _not_packed(*call) or transformed(), opaque=True),
+    Backend("native", native_scan, refuses, probed=True, opaque=True),
+    Backend("chunked", chunked_scan, _not_for_chunked, opaque=True),
     Backend(
         "hub",
-        _by_triton(lambda: hub("mamba-ssm", 4)),
+        partial(_by_triton, lambda: hub("mamba-ssm", 4)),
         _not_for_triton,
         probed=True,
         by_size=True,
@@ -162,19 +159,14 @@ def _step(state, x, dt, A, B, C, D):
     return (y if D is None else y + D.to(work)[:, None] * x).to(result_dtype(x))
 
 
-def _step_by_triton(find: Callable[[], Any]) -> Callable[..., Tensor]:
+def _step_by_triton(find: Callable[[], Any], state, x, dt, A, B, C, D) -> Tensor:
     """By selective_state_update, wherever it is from. It reads dt_bias and D whether they are there or not, and takes one
     number a head from tensors that are expanded over the head."""
-
-    def run(state, x, dt, A, B, C, D):
-        h, p, n = state.shape[1:]
-        zero = torch.zeros(h, dtype=torch.float32, device=x.device)
-        over_head = (m.float()[:, None].expand(h, p) for m in (zero if D is None else D, zero))
-        D, dt_bias = over_head
-        A, dt = A[:, None, None].expand(h, p, n), dt[..., None].expand(-1, -1, p)
-        return find().selective_state_update(state, x.contiguous(), dt, A, B, C, D, dt_bias=dt_bias)
-
-    return run
+    h, p, n = state.shape[1:]
+    zero = torch.zeros(h, dtype=torch.float32, device=x.device)
+    D, dt_bias = (m.float()[:, None].expand(h, p) for m in (zero if D is None else D, zero))
+    A, dt = A[:, None, None].expand(h, p, n), dt[..., None].expand(-1, -1, p)
+    return find().selective_state_update(state, x.contiguous(), dt, A, B, C, D, dt_bias=dt_bias)
 
 
 SSD_STEP = Operation(
@@ -184,7 +176,7 @@ SSD_STEP = Operation(
     1,
     Backend(
         "mamba_ssm",
-        _step_by_triton(lambda: import_alone("mamba_ssm.ops.triton.selective_state_update")),
+        partial(_step_by_triton, lambda: import_alone("mamba_ssm.ops.triton.selective_state_update")),
         lambda state, x, *rest: not_for_cuda_package(x),
         probed=True,
         by_size=True,
@@ -193,7 +185,7 @@ SSD_STEP = Operation(
     Backend("native", step, step_refuses, probed=True, opaque=True),
     Backend(
         "hub",
-        _step_by_triton(lambda: hub("mamba-ssm", 4)),
+        partial(_step_by_triton, lambda: hub("mamba-ssm", 4)),
         lambda state, x, *rest: not_for_cuda_package(x),
         probed=True,
         by_size=True,

@@ -23,26 +23,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from surgery.kernels.functions import result_dtype, without_autocast
+from surgery.kernels.functions import own_precision, result_dtype
 
 CHUNK = 32  # tokens; twice as many where there are few heads, since their larger matrices still fit a core's cache
 CHUNK_ON_GPU = 256  # a GPU computes a chunk's matrices quickly, but every launch takes time
 SEGMENT = 2**18  # numbers that a segment's x may hold; a single chunk may hold more
-
-
-def chunked_scan(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None,
-    initial_state: Tensor | None,
-    seq_idx: None,
-    chunk_size: int,
-) -> tuple[Tensor, Tensor]:
-    """See `ssd_scan`. One document a row; chunk_size is not used, since the result does not depend on it."""
-    return _ChunkedSSDScan.apply(x, dt, A, B, C, D, initial_state)
 
 
 class _Sizes(NamedTuple):
@@ -75,14 +60,15 @@ class _Segment:
     """What both passes need of a segment."""
 
     def __init__(self, size: _Sizes, c: int, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor):
-        self.size, self.c, work = size, c, size.work
-        self.x, self.dt = self.folded(x.to(work)), self.folded(dt.to(work))[..., None]
+        self.size, work, q = size, size.work, x.shape[1] // c
+        self.x = x.to(work).reshape(size.b * c, q, size.h, size.p)
+        self.dt = dt.to(work).reshape(size.b * c, q, size.h, 1)
         self.xd = self.x * self.dt  # b*c q h p
-        self.B = self.folded(B.to(work)).transpose(1, 2).reshape(-1, self.x.shape[1], size.n)  # b*c*g q n
-        self.C = self.folded(C.to(work)).transpose(1, 2).reshape(-1, self.x.shape[1], size.n)
+        self.B = B.to(work).reshape(size.b * c, q, size.g, size.n).transpose(1, 2).reshape(-1, q, size.n)  # b*c*g q n
+        self.C = C.to(work).reshape(size.b * c, q, size.g, size.n).transpose(1, 2).reshape(-1, q, size.n)
         # In float64: the sum may reach hundreds where a token forgets everything, and float32's rounding of it would be a
         # relative error of 1e-5 and more in the decay between the tokens after it.
-        a = self.folded(dt.double() * A.double()).cumsum(1)  # b*c q h
+        a = (dt.double() * A.double()).reshape(size.b * c, q, size.h).cumsum(1)
         last = a[:, -1:]
         self.entering = a.exp().to(work)[..., None]  # of the state that enters, at each token
         self.leaving = (last - a).exp().to(work)[..., None]  # of each token, at the chunk's end
@@ -92,11 +78,8 @@ class _Segment:
         torch.sub(a[..., :, None], a[..., None, :], out=decay)
         # Above the diagonal the exponent is positive and exp could overflow; there the scores are 0.
         self.decay = decay.clamp_(max=0).exp_().view(len(self.B), -1, *decay.shape[2:])  # b*c*g r q q
-        self.scores = (self.C @ self.B.transpose(1, 2)).tril_()[:, None]  # b*c*g 1 q q: once per group
-
-    def folded(self, m: Tensor) -> Tensor:
-        """(b, c * q, ...) -> (b * c, q, ...)."""
-        return m.reshape(self.size.b * self.c, -1, *m.shape[2:])
+        scores = (self.C @ self.B.transpose(1, 2)).tril_()[:, None]  # b*c*g 1 q q: once per group
+        self.matrix = (scores * self.decay).flatten(0, 1)  # b*c*h q q: the chunks' own mixing matrices
 
     def grouped(self, m: Tensor) -> Tensor:
         """(b * c, q, h, p) -> (b * c * g, q, r * p)."""
@@ -115,49 +98,38 @@ class _Segment:
         """The inverse of `heads`."""
         return m.view(-1, self.size.h, *m.shape[1:]).transpose(1, 2)
 
-    def matrix(self) -> Tensor:
-        """The chunks' own mixing matrices, (b * c * h, q, q)."""
-        return (self.scores * self.decay).flatten(0, 1)
-
-    def states(self, m: Tensor) -> Tensor:
-        """(b * c * g, r * p, n) -> (b, c, h, p, n)."""
-        return m.view(self.size.b, self.c, self.size.h, self.size.p, self.size.n)
-
-    def ungrouped_states(self, m: Tensor) -> Tensor:
-        """The inverse of `states`."""
-        return m.view(self.size.b * self.c * self.size.g, -1, self.size.n)
-
 
 class _ChunkedSSDScan(torch.autograd.Function):
+    """See `ssd_scan`. One document a row; chunk_size is not used, since the result does not depend on it."""
+
     @staticmethod
-    @without_autocast
-    def forward(ctx: Any, x, dt, A, B, C, D, initial_state):
+    def forward(ctx: Any, x, dt, A, B, C, D, initial_state, seq_idx, chunk_size):
         size, keep = _Sizes.of(x, B), any(ctx.needs_input_grad)
         state = x.new_zeros(size.b, size.h, size.p, size.n, dtype=size.work)
         if initial_state is not None:
             state += initial_state
         y, saved = torch.empty_like(x, dtype=result_dtype(x), memory_format=torch.contiguous_format), []
         skip = None if D is None else D.to(size.work)[:, None]
-        for part, c in size.segments(x.device):
-            s = _Segment(size, c, x[:, part], dt[:, part], A, B[:, part], C[:, part])
-            added = s.states(s.grouped(s.xd * s.leaving).transpose(1, 2) @ s.B)
-            entering = torch.empty_like(added)
-            for i in range(c):
-                entering[:, i] = state
-                state = torch.addcmul(added[:, i], state, s.through[:, i])
-            entering = s.ungrouped_states(entering)
-            out = s.unheads(s.matrix() @ s.heads(s.xd))
-            out = torch.addcmul(out, s.ungrouped(s.C @ entering.transpose(1, 2)), s.entering)
-            out = out if skip is None else out.addcmul_(s.x, skip)
-            y[:, part] = out.reshape(size.b, -1, size.h, size.p)
-            saved.append(entering if keep else None)
+        with own_precision(x):
+            for part, c in size.segments(x.device):
+                s = _Segment(size, c, x[:, part], dt[:, part], A, B[:, part], C[:, part])
+                added = (s.grouped(s.xd * s.leaving).transpose(1, 2) @ s.B).view(size.b, c, size.h, size.p, size.n)
+                entering = torch.empty_like(added)
+                for i in range(c):
+                    entering[:, i] = state
+                    state = torch.addcmul(added[:, i], state, s.through[:, i])
+                entering = entering.view(size.b * c * size.g, -1, size.n)
+                out = s.unheads(s.matrix @ s.heads(s.xd))
+                out = torch.addcmul(out, s.ungrouped(s.C @ entering.transpose(1, 2)), s.entering)
+                out = out if skip is None else out.addcmul_(s.x, skip)
+                y[:, part] = out.reshape(size.b, -1, size.h, size.p)
+                saved.append(entering if keep else None)
         ctx.save_for_backward(x, dt, A, B, C, D, *saved)
         ctx.dtype = None if initial_state is None else initial_state.dtype
         return y, state
 
     @staticmethod
     @once_differentiable
-    @without_autocast
     def backward(ctx: Any, dy, dstate):
         x, dt, A, B, C, D, *saved = ctx.saved_tensors
         size = _Sizes.of(x, B)
@@ -165,47 +137,52 @@ class _ChunkedSSDScan(torch.autograd.Function):
         dx, ddt, dB, dC = (torch.empty_like(m, memory_format=torch.contiguous_format) for m in (x, dt, B, C))
         dA, dD = torch.zeros_like(A, dtype=torch.double), None if D is None else torch.zeros_like(D, dtype=torch.double)
         skip = None if D is None else D.to(size.work)[:, None]
-        for (part, c), entering in reversed(list(zip(size.segments(x.device), saved, strict=True))):
-            s = _Segment(size, c, x[:, part], dt[:, part], A, B[:, part], C[:, part])
-            g = s.folded(dy[:, part].to(size.work)).contiguous()
-            heads, matrix = s.heads(g), s.matrix()
-            if dD is not None:
-                dD += _dot(g, s.x).sum((0, 1))
-            # Through the states: of each chunk, the gradient of the one that leaves.
-            weighted = s.grouped(g * s.entering)
-            gathered = s.states(weighted.transpose(1, 2) @ s.C)
-            leaving = torch.empty_like(gathered)
-            for i in reversed(range(c)):
-                leaving[:, i] = dstate
-                dstate = torch.addcmul(gathered[:, i], dstate, s.through[:, i])
-            dthrough = (leaving * s.states(entering)).mul_(s.through).sum((-1, -2), dtype=torch.double)
-            leaving = s.ungrouped_states(leaving)
-            dxd = s.ungrouped(s.B @ leaving.transpose(1, 2)).mul_(s.leaving)
-            db, dc = s.grouped(s.xd * s.leaving) @ leaving, weighted @ entering
-            # da: each decay's gradient times the decay, which is what reaches its logarithm.
-            da = _dot(s.xd, dxd).neg_()
-            da[:, -1] += dthrough.view(da[:, -1].shape) - da.sum(1)
-            da += _dot(s.ungrouped(weighted), s.ungrouped(s.C @ entering.transpose(1, 2)))
-            # Within the chunk. The diagonal's decay is 1 whatever a is; leaving it out spares the difference of two large sums.
-            dmatrix = heads @ s.heads(s.xd).transpose(1, 2)
-            dscores = (dmatrix.view_as(s.decay) * s.decay).sum(1).tril_()
-            dc += dscores @ s.B
-            db += dscores.transpose(1, 2) @ s.C
-            dxd += s.unheads(matrix.transpose(1, 2) @ heads)
-            along = dmatrix.mul_(matrix).tril_(-1)
-            da += s.unheads((along.sum(2, dtype=torch.double) - along.sum(1, dtype=torch.double))[..., None])[..., 0]
-            dlog = da.flip(1).cumsum(1).flip(1)
-            dA += (dlog * s.dt[..., 0]).sum((0, 1))
-            ddt[:, part] = ((dxd * s.x).sum(-1) + dlog * A.double()).view(size.b, -1, size.h)
-            dxd *= s.dt
-            dxd = dxd if skip is None else dxd.addcmul_(g, skip)
-            dx[:, part] = dxd.reshape(size.b, -1, size.h, size.p)
-            for grad, m in ((dB, db), (dC, dc)):
-                grad[:, part] = m.view(-1, size.g, *m.shape[1:]).transpose(1, 2).reshape(size.b, -1, size.g, size.n)
+        with own_precision(x):
+            for (part, c), entering in reversed(list(zip(size.segments(x.device), saved, strict=True))):
+                s = _Segment(size, c, x[:, part], dt[:, part], A, B[:, part], C[:, part])
+                g = dy[:, part].to(size.work).reshape(s.x.shape).contiguous()
+                heads, matrix = s.heads(g), s.matrix
+                if dD is not None:
+                    dD += _dot(g, s.x).sum((0, 1))
+                # Through the states: of each chunk, the gradient of the one that leaves.
+                weighted = s.grouped(g * s.entering)
+                gathered = (weighted.transpose(1, 2) @ s.C).view(size.b, c, size.h, size.p, size.n)
+                leaving = torch.empty_like(gathered)
+                for i in reversed(range(c)):
+                    leaving[:, i] = dstate
+                    dstate = torch.addcmul(gathered[:, i], dstate, s.through[:, i])
+                dthrough = (leaving * entering.view_as(leaving)).mul_(s.through).sum((-1, -2), dtype=torch.double)
+                leaving = leaving.view_as(entering)
+                dxd = s.ungrouped(s.B @ leaving.transpose(1, 2)).mul_(s.leaving)
+                db, dc = s.grouped(s.xd * s.leaving) @ leaving, weighted @ entering
+                # da: each decay's gradient times the decay, which is what reaches its logarithm.
+                da = _dot(s.xd, dxd).neg_()
+                da[:, -1] += dthrough.view(da[:, -1].shape) - da.sum(1)
+                da += _dot(s.ungrouped(weighted), s.ungrouped(s.C @ entering.transpose(1, 2)))
+                # Within the chunk. The diagonal's decay is 1 whatever a is; leaving it out spares the difference of two large
+                # sums.
+                dmatrix = heads @ s.heads(s.xd).transpose(1, 2)
+                dscores = (dmatrix.view_as(s.decay) * s.decay).sum(1).tril_()
+                dc += dscores @ s.B
+                db += dscores.transpose(1, 2) @ s.C
+                dxd += s.unheads(matrix.transpose(1, 2) @ heads)
+                along = dmatrix.mul_(matrix).tril_(-1)
+                da += s.unheads((along.sum(2, dtype=torch.double) - along.sum(1, dtype=torch.double))[..., None])[..., 0]
+                dlog = da.flip(1).cumsum(1).flip(1)
+                dA += (dlog * s.dt[..., 0]).sum((0, 1))
+                ddt[:, part] = ((dxd * s.x).sum(-1) + dlog * A.double()).view(size.b, -1, size.h)
+                dxd *= s.dt
+                dxd = dxd if skip is None else dxd.addcmul_(g, skip)
+                dx[:, part] = dxd.reshape(size.b, -1, size.h, size.p)
+                for grad, m in ((dB, db), (dC, dc)):
+                    grad[:, part] = m.view(-1, size.g, *m.shape[1:]).transpose(1, 2).reshape(size.b, -1, size.g, size.n)
         return (
             dx, ddt, dA.to(A.dtype), dB, dC, None if dD is None else dD.to(D.dtype),
-            None if ctx.dtype is None else dstate.to(ctx.dtype),
+            None if ctx.dtype is None else dstate.to(ctx.dtype), None, None,
         )  # fmt: skip
+
+
+chunked_scan = _ChunkedSSDScan.apply
 
 
 def _dot(left: Tensor, right: Tensor) -> Tensor:

@@ -129,12 +129,8 @@ def check_laws(
             findings.append(law.run(subject))
     finally:
         torch.set_num_threads(threads)
-    findings.sort(key=lambda finding: (ORDER.index(finding.verdict), -_size(finding)))
+    findings.sort(key=lambda finding: (ORDER.index(finding.verdict), -finding.difference))
     return tuple(findings), str(subject.dtype).removeprefix("torch.")
-
-
-def _size(finding: Finding) -> float:
-    return finding.difference if math.isfinite(finding.difference) else math.inf
 
 
 def all_laws() -> dict[str, Law]:

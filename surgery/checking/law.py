@@ -83,9 +83,6 @@ class Finding:
     advice: str
     cases: tuple[Case, ...] = ()
 
-    def wrong_cases(self) -> list[str]:
-        return [case.name for case in self.cases if case.verdict == "wrong"]
-
 
 @dataclass(frozen=True)
 class Law:
@@ -112,26 +109,23 @@ class Law:
         except NotApplicable as reason:
             found = [Case("", "not applicable", 0.0, 0.0, str(reason))]
         order: list[Verdict] = ["wrong", "right", "refused", "not applicable"]
-        worst = min(found, key=lambda case: (order.index(case.verdict), -_size(case)))
+        worst = min(found, key=lambda case: (order.index(case.verdict), -case.difference))
         where = ": ".join(part for part in (worst.name, worst.where) if part)
         advice = self.advice if worst.verdict == "wrong" else ""
         return Finding(self.name, worst.verdict, worst.difference, where, worst.bound, self.protects, advice, tuple(found))
-
-
-def _size(case: Case) -> float:
-    return math.inf if math.isnan(case.difference) else case.difference
 
 
 @dataclass(eq=False)
 class Subject:
     """A model as laws see it: a copy in eval mode, in float64 where all of it can be run so.
 
-    ids (4, t): random tokens, t beyond the chunks of its scan. exact: whether all of it runs in float64; dtype: what it runs
-    in. source: the model itself.
+    ids (4, t): random tokens, t beyond the chunks of its scan. chunk: tokens of such a chunk, if the configuration has it.
+    exact: whether all of it runs in float64; dtype: what it runs in. source: the model itself.
     """
 
     model: PreTrainedModel
     ids: Tensor
+    chunk: int | None = None
     exact: bool = True
     dtype: torch.dtype = torch.float64
     source: PreTrainedModel | None = None
@@ -148,12 +142,6 @@ class Subject:
     @property
     def layers(self) -> int:
         return int(getattr(self.model.config, "num_hidden_layers", 1))
-
-    @cached_property
-    def chunk(self) -> int | None:
-        """Tokens of a chunk of the scan, if the configuration has it."""
-        names = ("chunk_size", "mamba_chunk_size", "block_size")
-        return next((getattr(self.model.config, name) for name in names if getattr(self.model.config, name, None)), None)
 
     @cached_property
     def cache_name(self) -> str:
@@ -255,18 +243,22 @@ class Subject:
             return Case(name, "not applicable", 0.0, 0.0, str(reason))
         except Exception as error:
             line = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
-            return Case(name, "refused" if is_clear(error) else "wrong", math.inf, 0.0, line)
+            # An error may say that something is not supported; any other is a crash inside.
+            kinds = (ValueError, NotImplementedError, TypeError, AttributeError, ImportError, RuntimeError)
+            clear = isinstance(error, kinds) and any(word in str(error).lower() for word in WORDS)
+            refused = clear or isinstance(error, NotImplementedError)
+            return Case(name, "refused" if refused else "wrong", math.inf, 0.0, line)
         if found.shape != right.shape:
             return Case(name, "wrong", math.inf, 0.0, f"logits of the shape {tuple(found.shape)}, not {tuple(right.shape)}")
         bound = own[0] if own else self.bound(right)
         apart = (found.double() - right.double()).abs()
-        difference = math.nan if not torch.isfinite(apart).all() else apart.max().item()
-        verdict: Verdict = "right" if difference <= bound else "wrong"
+        difference = math.inf if not torch.isfinite(apart).all() else apart.max().item()
+        verdict: Verdict = "right" if difference <= bound and difference < math.inf else "wrong"
         return Case(name, verdict, difference, bound, "" if verdict == "right" else place_of(apart))
 
     def bound(self, right: Tensor) -> float:
         """How far apart two right computations of these logits may be."""
-        largest = right.abs().max().item()
+        largest = right.nan_to_num(0, 0, 0).abs().max().item()
         if self.exact:
             return EXACT * max(1.0, largest)
         return rounding(largest, self.length, self.layers, self.dtype)
@@ -282,21 +274,15 @@ def place_of(apart: Tensor) -> str:
     return f"token {worst}" if first == worst else f"token {worst}, from token {first} on"
 
 
-def is_clear(error: Exception) -> bool:
-    """Whether an error says that something is not supported, and is no crash inside."""
-    kinds = (ValueError, NotImplementedError, TypeError, AttributeError, ImportError, RuntimeError)
-    text = str(error).lower()
-    return isinstance(error, NotImplementedError) or (isinstance(error, kinds) and any(word in text for word in WORDS))
-
-
 class WideCasts(TorchFunctionMode):
     """What is cast to, or made in, float32 is in float64 instead. So a model in float64 is run in it whole."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.float:
             func = torch.Tensor.double
-        elif id(torch.float32) in map(id, args):
-            args = tuple(torch.float64 if value is torch.float32 else value for value in args)
+        elif id(torch.float32) in (places := [*map(id, args)]):
+            place = places.index(id(torch.float32))
+            args = (*args[:place], torch.float64, *args[place + 1 :])
         if kwargs and kwargs.get("dtype") is torch.float32:
             kwargs = kwargs | {"dtype": torch.float64}
         return func(*args, **(kwargs or {}))
@@ -323,14 +309,16 @@ def subject_of(
     """What laws are asked of: a copy of the model on the CPU, in float64 if all of it runs so, else in float32."""
     config = model.config.get_text_config(decoder=True)
     vocabulary = min(int(config.vocab_size), 1000)
-    chunk = next((getattr(config, n) for n in ("chunk_size", "mamba_chunk_size", "block_size") if getattr(config, n, None)), 0)
-    length = length or max(70, min(chunk, 256) + 9)
+    chunk = next(
+        (getattr(config, n) for n in ("chunk_size", "mamba_chunk_size", "block_size") if getattr(config, n, None)), None
+    )
+    length = length or max(70, min(chunk or 0, 256) + 9)
     if most := getattr(config, "max_position_embeddings", None):
         length = min(length, most - 8)  # pads stand beside it
     ids = torch.randint(min(3, vocabulary - 1), vocabulary, (rows, length), generator=torch.Generator().manual_seed(seed))
     copied = prepared(model)
     if wide:
-        subject = Subject(copied.double(), ids, source=model)
+        subject = Subject(copied.double(), ids, chunk, source=model)
         narrow = Narrow()
         try:
             with narrow:
@@ -340,7 +328,7 @@ def subject_of(
         if not narrow.seen:
             return subject
         copied = prepared(model)
-    return Subject(copied.float(), ids, exact=False, dtype=torch.float32, source=model)
+    return Subject(copied.float(), ids, chunk, exact=False, dtype=torch.float32, source=model)
 
 
 def prepared(model: PreTrainedModel) -> PreTrainedModel:

@@ -141,7 +141,7 @@ def shrink(config: PreTrainedConfig) -> PreTrainedConfig:
     fields = {name: value for name, value in config.to_dict().items() if name not in DERIVED + MARKS}
     if fields.get("hidden_size", HIDDEN + 1) <= HIDDEN and "embedding_dim" not in fields:
         return _as_config(config, fields | _fewer_layers(fields))
-    small = {name: _smaller(name, value) for name, value in fields.items()}
+    small = {n: min(v, SIZES[n]) if n in SIZES and type(v) is int else v for n, v in fields.items()}
     if small.get("num_key_value_heads") and fields["num_key_value_heads"] == fields.get("num_attention_heads"):
         small["num_key_value_heads"] = small["num_attention_heads"]
     if fields.get("linear_num_key_heads") and fields["linear_num_key_heads"] == fields["linear_num_value_heads"]:
@@ -168,12 +168,6 @@ def _as_config(config: PreTrainedConfig, fields: dict[str, Any]) -> PreTrainedCo
             f"cannot make a small configuration of '{config.model_type}': its sizes have names that are not known here"
         )
     return small
-
-
-def _smaller(name: str, value: Any) -> Any:
-    if isinstance(value, bool) or not isinstance(value, int) or name not in SIZES:
-        return value
-    return min(value, SIZES[name])
 
 
 def _fewer_layers(fields: dict[str, Any]) -> dict[str, Any]:

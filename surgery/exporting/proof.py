@@ -74,7 +74,9 @@ def prove(
     vocabulary: prompts are made of token ids below it. base: where that of a patch is. Raises UserError if
     the folder cannot be read, or is another model.
     """
-    dtype = _dtype(hybrid, verify)
+    # In float32 a defect stands out; large models of 16 bits are compared in their own, unless the proof is to be full.
+    wide = 4 * sum(parameter.numel() for parameter in hybrid.parameters())
+    dtype = "float32" if verify == "full" or wide <= WIDE else str(hybrid.dtype).removeprefix("torch.")
     request = {"folder": str(folder.resolve()), "reader": reader, "base": base, "verify": verify}
     threads, mode = torch.get_num_threads(), hybrid.training
     half = max(1, threads // 2)  # each side has half of the cores: on shared ones threads wait for each other
@@ -126,12 +128,6 @@ def check_state(hybrid: PreTrainedModel, *, full: bool) -> tuple[str, ...]:
     if wrong := next((finding for finding in findings if finding.verdict == "wrong"), None):
         raise UserError(f"the model breaks the law '{wrong.law}': {wrong.meaning} ({wrong.where}); nothing was written")
     return tuple(finding.law for finding in findings if finding.verdict == "right")
-
-
-def _dtype(hybrid: PreTrainedModel, verify: str) -> str:
-    """float32, in which a defect stands out; for large models of 16 bits their own, unless the proof is to be full."""
-    wide = 4 * sum(parameter.numel() for parameter in hybrid.parameters())
-    return "float32" if verify == "full" or wide <= WIDE else str(hybrid.dtype).removeprefix("torch.")
 
 
 @torch.inference_mode()

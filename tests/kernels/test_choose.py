@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import types
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -144,7 +145,7 @@ def causal_conv1d_fn(x, weight, bias=None, seq_idx=None, initial_states=None, re
 @pytest.mark.parametrize("documents", [False, True])
 def test_causal_conv1d_takes_a_part_of_any_projection(width, documents):
     """1676 is tiny-books', the others are published widths of in_proj."""
-    run = _by_cuda(lambda: types.SimpleNamespace(causal_conv1d_fn=causal_conv1d_fn))
+    run = partial(_by_cuda, lambda: types.SimpleNamespace(causal_conv1d_fn=causal_conv1d_fn))
     x = randn(2, 30, width)[..., width - 840 : width - 8]
     weight, bias = randn(832, 1, 4), randn(832)
     seq_idx = (torch.arange(30) > 11).int().expand(2, -1).contiguous() if documents else None

@@ -1,5 +1,7 @@
 """A cache that is continued by several tokens at once gives the logits of one forward."""
 
+from functools import partial
+
 from surgery.checking.law import Law, Subject
 
 
@@ -16,7 +18,7 @@ def cases(s: Subject):
     ways = s.ways()
     ends = {way: ways[way] for way in (next(iter(ways)), list(ways)[-1])}
     return {
-        f"{split}, {way}": lambda sizes=sizes, how=how: run(sizes, how)
+        f"{split}, {way}": partial(run, sizes, how)
         for split, sizes in splits.items()
         for way, how in (ways if split == "after 20 tokens" else ends).items()
     }

@@ -1,5 +1,7 @@
 """A cache that is continued token by token gives the logits of one forward, in a batch too."""
 
+from functools import partial
+
 from surgery.checking.law import Law, Subject
 
 PROMPT, LENGTH = 20, 27
@@ -11,7 +13,7 @@ def cases(s: Subject):
         right = s.right[:, :LENGTH] if rows == 1 else s.logits(s.ids[:rows, :LENGTH])
         return s.pieces(s.ids[:rows, :LENGTH], STEPS, **how), right
 
-    alone = {way: lambda how=how: run(1, how) for way, how in s.ways().items()}
+    alone = {way: partial(run, 1, how) for way, how in s.ways().items()}
     return alone | {"2 rows": lambda: run(2, s.good_way)}
 
 
