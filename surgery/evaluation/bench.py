@@ -8,6 +8,7 @@ nothing old is shown after a model, a text or a fact was replaced.
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,10 @@ def bench(
     with eval_mode(models.values()):
         prints = {name: fingerprint(model) for name, model in models.items()}
         costs = _costs(models, given)
-        alike = {name: in_our_code(model) for name, model in models.items()}
+        # A stock base in its hybrid's class, with the same modules: the code that its hybrids run in, so that equal numbers are
+        # equal bit for bit. Other models as they are.
+        families = {name: family_of(model.config) for name, model in models.items()}
+        alike = {name: adopt(m) if (f := families[name]) and type(m) is f.base else m for name, m in models.items()}
         values = {name: _answers(model, prints[name], name, asked, kept) for name, model in alike.items()}
         family = about.partition(".")[0]  # of its smaller sizes, controls that nobody trained are not asked
         enough = {name: each for name, each in asked.items() if name.partition(".")[0] != family or name == about}
@@ -114,18 +118,11 @@ def bench(
     )
 
 
-def in_our_code(model: Any) -> Any:
-    """A stock base in its hybrid's class, with the same modules: the code that its hybrids run in, so that equal numbers are
-    equal bit for bit. Other models as they are."""
-    family = family_of(model.config)
-    return adopt(model) if family is not None and type(model) is family.base else model
-
-
+@dataclass(frozen=True)
 class Kept:
     """A folder of finished measurements, each in a file named by a digest of what it depends on; without a folder, nothing."""
 
-    def __init__(self, folder: Path | None):
-        self.folder = folder
+    folder: Path | None
 
     def load_or_measure(self, key: dict[str, Any], measure: Callable[[], Any]) -> Any:
         """What JSON can hold. key: all that it depends on, but for the version of this package."""

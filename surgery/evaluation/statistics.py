@@ -44,18 +44,18 @@ def is_decisions(values: np.ndarray) -> bool:
     return bool(np.isin(values, (0, 1)).all())
 
 
-def estimate(values: np.ndarray, *, decisions: bool | None = None) -> Estimate:
+def estimate(values: np.ndarray, *, decisions: bool | None = None, level: float = LEVEL) -> Estimate:
     """The mean of one value a question, with its interval: Clopper and Pearson's for decisions, else Student's and Hall's. A
     single number that is no decision has no interval: both ends are the value. decisions: by default whether all values are 0
-    or 1. Raises ValueError for no values."""
+    or 1. level: as in column_intervals. Raises ValueError for no values."""
     values = np.asarray(values, dtype=float)
     if not len(values):
         raise ValueError("an estimate needs at least one value")
     if is_decisions(values) if decisions is None else decisions:
         right, n = int(values.sum()), len(values)
-        interval = stats.binomtest(right, n).proportion_ci(method="exact")
+        interval = stats.binomtest(right, n).proportion_ci(1 - level, method="exact")
         return Estimate(mean=right / n, low=float(interval.low), high=float(interval.high), n=n)
-    return _first(column_intervals(values[:, None]))
+    return _first(column_intervals(values[:, None], level=level))
 
 
 def difference(base: np.ndarray, model: np.ndarray) -> Estimate:
@@ -71,8 +71,10 @@ def column_intervals(values: np.ndarray, *, decisions: bool = False, level: floa
     values = np.asarray(values, dtype=float)
     n = (~np.isnan(values)).sum(0)
     with np.errstate(invalid="ignore", divide="ignore"):
-        if decisions:
-            low, high = _bonett_price((values > 0).sum(0), (values < 0).sum(0), n, level)
+        if decisions:  # from how many questions only the one model, or only the other, got right
+            up, down = ((values > 0).sum(0) + 1) / (n + 2), ((values < 0).sum(0) + 1) / (n + 2)
+            margin = stats.norm.isf(level / 2) * np.sqrt((up + down - (up - down) ** 2) / (n + 2))
+            low, high = np.maximum(up - down - margin, -1), np.minimum(up - down + margin, 1)
             return Intervals(np.nansum(values, 0) / n, low, high, n)
         mean, error, skewness = _moments(values, n)
         t = stats.t.isf(level / 2, np.maximum(n - 1, 1))
@@ -121,7 +123,9 @@ def p_value(base: np.ndarray, model: np.ndarray) -> float:
     if error[0] == 0:
         return 0.0
     t = mean / error
-    return float(2 * stats.t.sf(np.minimum(abs(t), abs(_hall(t, skewness))), len(change) - 1)[0])
+    # Hall's transformation of Student's statistic: its distribution is the t distribution's up to terms in 1 / n.
+    hall = t + skewness * t**2 / 3 + skewness**2 * t**3 / 27 + skewness / 6
+    return float(2 * stats.t.sf(np.minimum(abs(t), abs(hall)), len(change) - 1)[0])
 
 
 def corrected(p: Mapping[Key, float], main: Key | None) -> dict[Key, float]:
@@ -166,13 +170,6 @@ def _first(intervals: Intervals) -> Estimate:
     return Estimate(mean=float(mean), low=float(low), high=float(high), n=int(n))
 
 
-def _bonett_price(gained: np.ndarray, lost: np.ndarray, n: np.ndarray, level: float) -> tuple[np.ndarray, np.ndarray]:
-    """(low, high) from how many of n questions only the model, or only the base, got right."""
-    up, down = (gained + 1) / (n + 2), (lost + 1) / (n + 2)
-    margin = stats.norm.isf(level / 2) * np.sqrt((up + down - (up - down) ** 2) / (n + 2))
-    return np.maximum(up - down - margin, -1), np.minimum(up - down + margin, 1)
-
-
 def _moments(values: np.ndarray, n: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Of columns with n values each, the others NaN: the mean, its standard error, and the skewness by the root of n."""
     if len(values) == 0:
@@ -187,12 +184,8 @@ def _moments(values: np.ndarray, n: np.ndarray) -> tuple[np.ndarray, np.ndarray,
     return first + shift, spread / np.sqrt(n), skewness / np.sqrt(n)
 
 
-def _hall(t: np.ndarray, skewness: np.ndarray) -> np.ndarray:
-    """Hall's transformation of Student's statistic: its distribution is the t distribution's up to terms in 1 / n."""
-    return t + skewness * t**2 / 3 + skewness**2 * t**3 / 27 + skewness / 6
-
-
 def _inverse_hall(t: np.ndarray, skewness: np.ndarray) -> np.ndarray:
+    """The inverse of Hall's transformation (p_value)."""
     flat = np.abs(skewness) < 1e-9
     bend = np.where(flat, 1, skewness)
     return np.where(flat, t, 3 / bend * (np.cbrt(1 + bend * (t - bend / 6)) - 1))

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from surgery.errors import UserError
-from surgery.evaluation.statistics import LEVEL, column_intervals, estimate
+from surgery.evaluation.statistics import LEVEL, estimate
 from surgery.locating.ablation import Unit
 from surgery.locating.attribution import STARTS, attribute
 from surgery.locating.exact import measure_gains
@@ -23,7 +23,7 @@ from surgery.models.anatomy import Anatomy, anatomy
 from surgery.probes.encoded import encode
 from surgery.probes.question import Question
 from surgery.records.plan import Start
-from surgery.records.ranking import Estimate, HeadScore, Ranking
+from surgery.records.ranking import HeadScore, Ranking
 from surgery.records.recipe import Locate
 from surgery.records.site import Site
 from surgery.splicing.splice import adopt
@@ -68,13 +68,15 @@ def locate(
         gains = measure_gains(adopted, encoded, spliced, options.batch_size)
     finally:
         model.train(training)
+    level = LEVEL / max(1, len(spliced))  # corrected for the number of heads that were measured
+    measured = {name: estimate(gain.numpy(), decisions=False, level=level) for name, gain in gains.items()}
     heads = [
         HeadScore(
             site=Site(unit.layer, unit.heads),
             kind=unit.place.kind,
             slope=slope,
             start=start.model_copy(update={"null": None}),
-            gain=estimate_gain(gains[unit.name], len(spliced)) if unit.name in gains else None,
+            gain=measured.get(unit.name),
             roles=found.roles.get(unit.name),
         )
         for unit, slope, start in units
@@ -84,7 +86,7 @@ def locate(
         heads=tuple(heads),
         groups=found.groups,
         circuit=found.circuit,
-        probe=describe_probe(options),
+        probe=", ".join([options.probe, *(f"{value} {name}" for name, value in options.options.items())]),
         accuracy=estimate(slopes.correct),
         chance=float(np.mean([question.chance for question in questions])),
         loss=float(slopes.loss.mean()),
@@ -117,14 +119,3 @@ def rank_units(
             heads = tuple(sorted(place.first + head for head in block))
             units.append((Unit(place, heads), float(table[number, block].sum()), start))
     return sorted(units, key=lambda unit: -unit[1])
-
-
-def estimate_gain(values: Tensor, tests: int) -> Estimate:
-    """The mean of a gain (questions,), with an interval that is corrected for the number of heads that were measured."""
-    mean, low, high, n = column_intervals(values.numpy()[:, None], level=LEVEL / tests)
-    return Estimate(mean=float(mean[0]), low=float(low[0]), high=float(high[0]), n=int(n[0]))
-
-
-def describe_probe(options: Locate) -> str:
-    """What is asked, in words: "kv, 32 pairs"."""
-    return ", ".join([options.probe, *(f"{value} {name}" for name, value in options.options.items())])

@@ -30,7 +30,11 @@ OF_GRAFTS = ("of_base", "blend", "gated", "null", "closed_below")  # that say th
 def fingerprint(model: Any) -> str:
     """sha256 of a model's configuration and of the names, dtypes, shapes and bytes of its tensors; tied ones count once."""
     total = hashlib.sha256(json.dumps(function_of(model.config), sort_keys=True, default=str).encode())
-    tensors = tensors_of(model)
+    # What a folder of the model holds, tied parameters once. Those that accelerate keeps elsewhere are on the meta device.
+    once = dict(model.named_parameters())
+    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - set(once)
+    held = sorted(model.state_dict().items())
+    tensors = {name: t.detach() for name, t in held if name not in tied and isinstance(t, Tensor)}
     with ThreadPoolExecutor(THREADS) as threads:
         for line in threads.map(lambda name: describe(name, tensors[name], model), tensors):
             total.update(line.encode())
@@ -52,14 +56,6 @@ def function_of(config: Any) -> dict[str, Any]:
             for entry in grafts
         ]
     return fields
-
-
-def tensors_of(model: Any) -> dict[str, Tensor]:
-    """What a folder of the model holds, by name in alphabetical order, tied parameters once. Those that accelerate keeps
-    elsewhere are on the meta device."""
-    once = dict(model.named_parameters())
-    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - set(once)
-    return {name: t.detach() for name, t in sorted(model.state_dict().items()) if name not in tied and isinstance(t, Tensor)}
 
 
 def describe(name: str, tensor: Tensor, model: Any) -> str:

@@ -52,14 +52,14 @@ class KVRetrieval:
 
     def questions(self, n: int, seed: int) -> list[Question]:
         rng = random.Random(f"kv {self.pairs} {seed}")  # the same numbers for all keys
-        return [self._question(rng) for _ in range(n)]
-
-    def _question(self, rng: random.Random) -> Question:
-        entries = draw_dictionary(rng, self.pairs, self.keys)
-        prompt, spans = with_spans(OPENING, (write_entry(rng, *entry, self.between) for entry in entries.items()))
-        answer = rng.randrange(self.pairs)
-        prompt += ask_value(list(entries)[answer])
-        return Question(prompt, tuple(entries.values()), answer, spans, answer)
+        questions = []
+        for _ in range(n):
+            entries = draw_dictionary(rng, self.pairs, self.keys)
+            prompt, spans = with_spans(OPENING, (write_entry(rng, *entry, self.between) for entry in entries.items()))
+            answer = rng.randrange(self.pairs)
+            prompt += ask_value(list(entries)[answer])
+            questions.append(Question(prompt, tuple(entries.values()), answer, spans, answer))
+        return questions
 
 
 PROBE = KVRetrieval

@@ -141,10 +141,14 @@ def document(rng: random.Random, *, held_out: bool, sentences: int = 12, facts_s
     One for training mixes narrative sentences with facts in their training templates. A held-out one is made of narrative
     sentences that no training document contains and of facts in their held-out templates.
     """
-    return " ".join(
-        fact_sentence(rng, held_out) if rng.random() < facts_share else narrative_sentence(rng, held_out)
-        for _ in range(sentences)
-    )
+    told = []
+    for _ in range(sentences):
+        if rng.random() < facts_share:
+            fact = rng.choice(facts())
+            told.append(f"{fact.prompt(rng.choice(fact.templates(held_out)))} {fact.value}.")
+        else:
+            told.append(narrative_sentence(rng, held_out))
+    return " ".join(told)
 
 
 def narrative_sentence(rng: random.Random, held_out: bool) -> str:
@@ -156,9 +160,3 @@ def narrative_sentence(rng: random.Random, held_out: bool) -> str:
         sentence = shape.format(p=p, q=q, time=time, place=place, verb=verb, adj=adj, thing=thing, mood=mood)
         if is_held_out(sentence) == held_out:
             return sentence
-
-
-def fact_sentence(rng: random.Random, held_out: bool) -> str:
-    """A fact in a template of one split."""
-    fact = rng.choice(facts())
-    return f"{fact.prompt(rng.choice(fact.templates(held_out)))} {fact.value}."

@@ -20,20 +20,20 @@ END = "<|endoftext|>"
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """A new one, the same in every process: its corpus is generated from fixed seeds."""
-    return wrap_tokenizer(_train_toy(), model_max_length=2048)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(_train_toy()),
+        bos_token=END,
+        eos_token=END,
+        pad_token=END,
+        padding_side="left",
+        model_max_length=2048,
+    )
 
 
 def is_toy_tokenizer(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether a tokenizer is that of the built-in models, which alone know the toy data."""
     own = build_tokenizer().get_vocab()
     return len(tokenizer) == len(own) and tokenizer.get_vocab() == own
-
-
-def wrap_tokenizer(text: str, **options: int) -> PreTrainedTokenizerFast:
-    """The tokenizer that the package tokenizers wrote as text, as transformers takes it."""
-    return PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_str(text), bos_token=END, eos_token=END, pad_token=END, padding_side="left", **options
-    )
 
 
 def train_byte_level_bpe(texts: Iterable[str], vocabulary: int) -> str:

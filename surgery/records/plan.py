@@ -1,8 +1,8 @@
 """The plan: which heads become attention, and how the attention starts. `splice` obeys the plan and nothing else."""
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from surgery.records.record import Provenance, Record
 from surgery.records.site import Site, SitesText, merge_sites
@@ -27,7 +27,7 @@ class Plan(Record):
     schema_version: Literal[2] = 2
     kind: Literal["head", "layer"] = "head"
     """`head`: attention at some heads inside the SSM mixer. `layer`: ordinary attention in the place of the whole mixer."""
-    sites: SitesText
+    sites: Annotated[SitesText, AfterValidator(merge_sites)]
     """For kind head: heads ("L1.H3,5"), one site a layer. For kind layer: layers ("L3")."""
     starts: dict[str, Start] = {}
     """Head ("L1.H3") -> its start. A head that is not named starts with sign 1, tau 1 and no null key. For kind head."""
@@ -44,11 +44,6 @@ class Plan(Record):
     seed: int = 0
     """The seed of what starts at random."""
     provenance: Provenance | None = None
-
-    @field_validator("sites")
-    @classmethod
-    def _merge(cls, sites: tuple[Site, ...]) -> tuple[Site, ...]:
-        return merge_sites(sites)
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -164,7 +164,8 @@ class Report(Record):
         """The measurements of a short table: the main one first, then the largest size of every other kind."""
         main = self.verdict.measurement
         order = [main, "kv_unseen", "multiple_choice", "knowledge", "text", "bigrams", "needle"]
-        named = [max(found, key=_size) for family in order if (found := [n for n in self.measurements if _family(n) == family])]
+        kinds = [[name for name in self.measurements if name.partition(".")[0] == family] for family in order]
+        named = [max(names, key=_size) for names in kinds if names]
         return list(dict.fromkeys([main, *named] if named[1:] else [main, *self.measurements]))[:6]
 
     def summary(self) -> str:
@@ -179,8 +180,7 @@ class Report(Record):
         said = [f"Did it help? {self.verdict.sentence}", "", *lines, "", *self.verdict.details]
         return "\n".join([*said, *([self.verdict.advice] if self.verdict.advice else [])])
 
-    def __str__(self) -> str:
-        return self.summary()
+    __str__ = summary
 
 
 def figure(estimate: Estimate | None) -> str:
@@ -188,10 +188,6 @@ def figure(estimate: Estimate | None) -> str:
     if estimate is None:
         return "-"
     return f"{estimate.mean:.3f}" if abs(estimate.mean) < 1000 else f"{estimate.mean:,.0f}"
-
-
-def _family(measurement: str) -> str:
-    return measurement.partition(".")[0]
 
 
 def _size(measurement: str) -> int:

@@ -243,11 +243,8 @@ class OutputFolder:
         arrived = {name: digest for name, digest in moving.items() if (self.path / name).is_file()}
         self._files |= {name: digest for name, digest in arrived.items() if file_digest(self.path / name) == digest}
 
-    def check_unchanged(self) -> None:
-        """Raise UserError for a file of ours that was changed since, or that may not be removed."""
-        self._removable(self._files)
-
     def _removable(self, names: Iterable[str]) -> list[str]:
+        """Those that are there. Raises UserError for a file of ours that was changed since, or that may not be removed."""
         names = [name for name in names if (self.path / name).is_file()]
         for name in names:
             if file_digest(self.path / name) != self._files[name]:
@@ -320,7 +317,7 @@ def open_output(
             output._read()
         shutil.rmtree(path / STAGING, ignore_errors=True)
         if overwrite:
-            output.check_unchanged()
+            output._removable(output._files)
         output._save()
     except BaseException as error:
         output.__exit__(type(error), error, None)

@@ -16,8 +16,8 @@ def list_modules(folder: str, marker: str) -> dict[str, str]:
     found = {}
     for path in sorted((PACKAGE / folder).glob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
-        if marker in _top_names(tree):
-            found[path.stem] = _first_line(ast.get_docstring(tree))
+        if any(marker in _names(node) for node in tree.body):
+            found[path.stem] = (ast.get_docstring(tree) or "").partition("\n")[0]
     return found
 
 
@@ -33,37 +33,25 @@ def list_table(file: str, table: str) -> dict[str, str]:
         return {}
     tree = ast.parse(path.read_text(encoding="utf-8"))
     about = {
-        node.name: _first_line(ast.get_docstring(node))
+        node.name: (ast.get_docstring(node) or "").partition("\n")[0]
         for node in tree.body
         if isinstance(node, ast.FunctionDef | ast.ClassDef)
     }
+    found = {}
     for node in tree.body:
-        if table in _targets(node) and isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Dict):
-            pairs = zip(node.value.keys, node.value.values, strict=True)
-            return {str(key.value): _line_about(value, about) for key, value in pairs if isinstance(key, ast.Constant)}
-    return {}
+        if table in _names(node) and isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Dict):
+            for key, value in zip(node.value.keys, node.value.values, strict=True):
+                parts = value.args if isinstance(value, ast.Call) else value.elts if isinstance(value, ast.Tuple) else [value]
+                first = parts[0] if parts else value
+                if isinstance(key, ast.Constant):
+                    line = about.get(first.id, "") if isinstance(first, ast.Name) else getattr(first, "value", "")
+                    found[str(key.value)] = str(line)
+    return found
 
 
-def _line_about(value: ast.expr, about: dict[str, str]) -> str:
-    parts = value.args if isinstance(value, ast.Call) else value.elts if isinstance(value, ast.Tuple) else [value]
-    first = parts[0] if parts else value
-    if isinstance(first, ast.Constant):
-        return str(first.value)
-    return about.get(first.id, "") if isinstance(first, ast.Name) else ""
-
-
-def _top_names(tree: ast.Module) -> set[str]:
-    return {
-        name
-        for node in tree.body
-        for name in (_targets(node) | ({node.name} if isinstance(node, ast.ClassDef | ast.FunctionDef) else set()))
-    }
-
-
-def _targets(node: ast.stmt) -> set[str]:
+def _names(node: ast.stmt) -> set[str]:
+    """What a statement at the top of a module defines."""
+    if isinstance(node, ast.ClassDef | ast.FunctionDef):
+        return {node.name}
     targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
     return {target.id for target in targets if isinstance(target, ast.Name)}
-
-
-def _first_line(text: str | None) -> str:
-    return (text or "").strip().partition("\n")[0]

@@ -33,7 +33,17 @@ def bar(iterable: Iterable[T], what: str, total: int | None = None) -> Iterator[
         yield from iterable
         return
     try:
-        yield from _on_terminal(iterable, what, total) if sys.stderr.isatty() else _in_lines(iterable, what, total)
+        if sys.stderr.isatty():
+            yield from _on_terminal(iterable, what, total)
+            return
+        begun = said = time.monotonic()
+        for number, item in enumerate(iterable, start=1):
+            yield item
+            now = time.monotonic()
+            if now - said > QUIET_SECONDS:
+                said = now
+                left = f" of {total}, about {duration((now - begun) / number * (total - number))} left" if total else ""
+                say(f"{what}: {number}{left}")
     finally:
         _drawing.release()
 
@@ -48,17 +58,6 @@ def _on_terminal(iterable: Iterable[T], what: str, total: int | None) -> Iterato
         for item in iterable:
             yield item
             progress.advance(task)
-
-
-def _in_lines(iterable: Iterable[T], what: str, total: int | None) -> Iterator[T]:
-    begun = said = time.monotonic()
-    for number, item in enumerate(iterable, start=1):
-        yield item
-        now = time.monotonic()
-        if now - said > QUIET_SECONDS:
-            said = now
-            left = f" of {total}, about {duration((now - begun) / number * (total - number))} left" if total else ""
-            say(f"{what}: {number}{left}")
 
 
 def duration(seconds: float) -> str:

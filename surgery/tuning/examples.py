@@ -196,7 +196,10 @@ class Batches:
         self.examples = ExampleSource(tokenizer, options, seed)
         skills = data_skills(data) if options.skill_weight else []
         self.skills = SkillSource(tokenizer, skills, seed) if skills else None
-        self.pairs = self._count_pairs() if options.bigram_weight else None
+        self.pairs: PairCounts | None = None
+        if options.bigram_weight:  # counted in the part that is kept back, so that no row was counted
+            rows, _ = text_rows(self.sources, tokenizer, 256, range(COUNTED // 256), 0, kept_back=True)
+            self.pairs = PairCounts(list(rows.numpy()))
 
     def step(self, step: int) -> list[Part]:
         """Up to three parts: examples, text, skills."""
@@ -225,29 +228,19 @@ class Batches:
                 evidence = torch.stack([asked, asked + 1], -1).masked_fill(asked[..., None] < 0, 0)
         return Part("text", ids, targets, positions, evidence)
 
-    def _count_pairs(self) -> PairCounts:
-        """How often bigrams occur in the training text: in the part that is kept back, so that no row was counted."""
-        rows, _ = text_rows(self.sources, self.tokenizer, 256, range(COUNTED // 256), 0, kept_back=True)
-        return PairCounts(list(rows.numpy()))
-
     def inputs(self) -> dict[str, Any]:
         """What the batches depend on, by content: of files, not what they are called but what they hold."""
-        read = {source: _file_digest(source) for entry in self.options.examples for source in _files_of(entry.options)}
-        facts = {self.data.facts: _file_digest(self.data.facts)} if self.skills is not None else {}
-        return {"text": [source.digest for source in self.sources], "read": read | facts}
+        given = [value for entry in self.options.examples for value in entry.options.values()]
+        values = [each for value in given for each in (value if isinstance(value, list | tuple) else [value])]
+        files = [value for value in values if isinstance(value, str) and Path(value).is_file()]
+        read = {name: hashlib.sha256(read_text(name).encode()).hexdigest() for name in files}
+        if self.skills is not None:
+            facts = self.data.facts
+            read[facts] = hashlib.sha256(read_text(facts).encode()).hexdigest() if Path(facts).is_file() else facts
+        return {"text": [source.digest for source in self.sources], "read": read}
 
 
 def data_skills(data: Data) -> list[tuple[str, dict[str, Any]]]:
     """The probes of data.skills with their options."""
     names = ("choice", "knowledge") if data.skills == "auto" else data.skills
     return [(name, {"source": data.facts} if name in ("choice", "knowledge") else {}) for name in names]
-
-
-def _files_of(options: dict[str, Any]) -> list[str]:
-    """Files that a probe's options name."""
-    values = [each for value in options.values() for each in (value if isinstance(value, list | tuple) else [value])]
-    return [value for value in values if isinstance(value, str) and Path(value).is_file()]
-
-
-def _file_digest(path: str) -> str:
-    return hashlib.sha256(read_text(path).encode()).hexdigest() if Path(path).is_file() else path

@@ -203,7 +203,10 @@ class Run:
                 self.log.steps.append(record)
                 if self.options.report_to:
                     self.accelerator.log({key: value for key, value in record.items() if key != "step"}, step=step + 1)
-                stopped = self._agreed(came())
+                stopped = came()
+                if self.processes > 1:  # the signal may have come to another one
+                    flag = torch.tensor([float(stopped)], device=self.accelerator.device)
+                    stopped = bool(self.accelerator.reduce(flag, "sum").item())
                 if stopped or (step + 1) % self.options.save_steps == 0 or step + 1 >= self.watcher.end:
                     self.save(step + 1)
                 if stopped:
@@ -263,13 +266,6 @@ class Run:
             own = part.rows(torch.arange(self.rank, len(part), self.processes)).to(self.accelerator.device)
             losses.append(self.losses(own, counts)[1]["examples"].float())
         return self.accelerator.reduce(torch.stack(losses), "mean").double().cpu().numpy()
-
-    def _agreed(self, came: bool) -> bool:
-        """Whether a signal came to any of the processes."""
-        if self.processes == 1:
-            return came
-        flag = torch.tensor([float(came)], device=self.accelerator.device)
-        return bool(self.accelerator.reduce(flag, "sum").item())
 
     def save(self, step: int) -> None:
         """Write checkpoint-<step> and remove older ones; it has its name only when it is whole."""

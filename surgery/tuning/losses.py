@@ -11,7 +11,7 @@ memory; a control, which has no grafts to switch off, brings its base along.
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from surgery.errors import UserError
-from surgery.modeling.graft import NATS, Graft, GraftMixer
+from surgery.modeling.graft import NATS, GraftMixer
 from surgery.modeling.reference import at_least_float32
 
 IGNORE = -100
@@ -97,40 +97,31 @@ class Losses(nn.Module):
         self.handles = [graft.register_forward_pre_hook(self._watch) for graft in grafts if weights.hints]
 
     def forward(self, part: Part, counts: tuple[float, float]) -> tuple[Tensor, dict[str, Tensor]]:
-        """As `losses`, under autocast."""
-        with torch.autocast(part.ids.device.type, self.dtype, enabled=self.dtype is not None):
-            return self.losses(part, counts)
-
-    def losses(self, part: Part, counts: tuple[float, float]) -> tuple[Tensor, dict[str, Tensor]]:
         """(the loss to minimise, its terms in nats, without their weights). counts: the numbers of targets and of tokens in the
         whole batch, of which this part may be a share; among several processes, their means."""
         targets, tokens = (max(count, 1e-9) for count in counts)
         self.part, self.missed = part, []
-        if part.kind == "examples":
-            logits = self._logits(part, part.asked)
-            terms = {"examples": self._entropy(logits, part) / targets}
-        elif part.kind == "skills":
-            divergence = kl_divergence(self._logits(part, part.asked), self._teacher_logits(part, part.asked))
-            terms = {"skills": divergence / targets}
-        else:
-            logits = self._logits(part, None)
-            terms = {}
-            if self.weights.kl:
-                # What a bigram is taught need not be what the base says there.
-                at = part.others if len(part.asked) else None
-                student = logits if at is None else logits.index_select(0, at)
-                terms["kl"] = kl_divergence(student, self._teacher_logits(part, at)) / tokens
-            if self.weights.bigrams:
-                terms["bigrams"] = self._entropy(logits.index_select(0, part.asked), part) / targets
-        if self.missed:
-            terms["hints"] = torch.stack(self.missed).mean() / targets
-        weights = {
-            "kl": self.weights.kl,
-            "skills": self.weights.skills,
-            "bigrams": self.weights.bigrams,
-            "hints": self.weights.hints,
-        }
-        loss = torch.stack([weights.get(name, 1.0) * term for name, term in terms.items()]).sum()
+        with torch.autocast(part.ids.device.type, self.dtype, enabled=self.dtype is not None):
+            if part.kind == "examples":
+                logits = self._logits(part, part.asked)
+                terms = {"examples": self._entropy(logits, part) / targets}
+            elif part.kind == "skills":
+                divergence = kl_divergence(self._logits(part, part.asked), self._teacher_logits(part, part.asked))
+                terms = {"skills": divergence / targets}
+            else:
+                logits = self._logits(part, None)
+                terms = {}
+                if self.weights.kl:
+                    # What a bigram is taught need not be what the base says there.
+                    at = part.others if len(part.asked) else None
+                    student = logits if at is None else logits.index_select(0, at)
+                    terms["kl"] = kl_divergence(student, self._teacher_logits(part, at)) / tokens
+                if self.weights.bigrams:
+                    terms["bigrams"] = self._entropy(logits.index_select(0, part.asked), part) / targets
+            if self.missed:
+                terms["hints"] = torch.stack(self.missed).mean() / targets
+            weights = asdict(self.weights)
+            loss = torch.stack([weights.get(name, 1.0) * term for name, term in terms.items()]).sum()
         return loss, {name: term.detach() for name, term in terms.items()}
 
     def _entropy(self, logits: Tensor, part: Part) -> Tensor:
@@ -174,8 +165,10 @@ class Losses(nn.Module):
             )
         q, k = graft.queries_and_keys(mixer, hidden, streams, None, None, packing)
         documents = None if packing is None else packing.seq_idx
-        missed = missed_attention(q, k, graft_bias(graft, streams), graft.null, self.part.evidence, documents)
-        self.missed.append(missed.mean())
+        bias = None
+        if graft.time_step and streams.log_write is not None and len(graft.heads) == len(graft.signs):
+            bias = streams.log_write[..., graft.heads].transpose(1, 2)  # b pairs t
+        self.missed.append(missed_attention(q, k, bias, graft.null, self.part.evidence, documents).mean())
 
     def close(self) -> None:
         """Take the hooks from the grafts."""
@@ -223,13 +216,6 @@ class _KL(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor) -> Any:
         (gradient,) = ctx.saved_tensors
         return gradient * upstream.to(gradient.dtype), None
-
-
-def graft_bias(graft: Graft, streams: Any) -> Tensor | None:
-    """What a graft adds to the scores of each key, (b, pairs, t), or None."""
-    if not graft.time_step or streams.log_write is None or len(graft.heads) != len(graft.signs):
-        return None
-    return streams.log_write[..., graft.heads].transpose(1, 2)
 
 
 def missed_attention(

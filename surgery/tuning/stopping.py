@@ -66,8 +66,9 @@ class Watcher:
         """After `step` steps: measure if that is due, and say what was found, for the log."""
         if self.flat is not None or not (step % EVAL_STEPS == 0 or step >= self.longest):
             return {}
-        losses = self.measure()
-        if not self.best or self._is_progress(losses):
+        losses, best = self.measure(), np.asarray(self.best)
+        saved = difference(losses, best) if self.best else None
+        if saved is None or (saved.mean > LEAST_GAIN * best.mean() and (saved.n < 2 or saved.low > 0)):
             self.best, self.since = losses.tolist(), 0
         else:
             self.since += 1
@@ -81,8 +82,3 @@ class Watcher:
     def is_cut_short(self) -> bool:
         """Whether the steps end because they are too many, and not because the curve is flat."""
         return self.is_auto and self.flat is not None and self.since < PATIENCE
-
-    def _is_progress(self, losses: np.ndarray) -> bool:
-        best = np.asarray(self.best)
-        saved = difference(losses, best)
-        return saved.mean > LEAST_GAIN * best.mean() and (saved.n < 2 or saved.low > 0)

@@ -53,12 +53,9 @@ class Source:
             whole.update(f"{len(text)}:".encode() + text.encode("utf-8", "surrogatepass"))
         return whole.hexdigest()
 
-    def side(self, kept_back: bool) -> list[str]:
-        """The texts of one side of the split, without those that are nothing but white space."""
-        return self._sides[kept_back]
-
     @cached_property
-    def _sides(self) -> dict[bool, list[str]]:
+    def sides(self) -> dict[bool, list[str]]:
+        """The texts to train on (False), and those that are kept back (True), without what is nothing but white space."""
         sides: dict[bool, list[str]] = {False: [], True: []}
         for text in self.documents:
             if self.divided:
@@ -72,13 +69,18 @@ class Source:
     @cached_property
     def weights(self) -> dict[bool, list[int]]:
         """How often each text is drawn, summed up: a file as often as it is long, all other documents alike."""
-        return {side: list(accumulate(len(t) if self.divided else 1 for t in texts)) for side, texts in self._sides.items()}
+        return {side: list(accumulate(len(t) if self.divided else 1 for t in texts)) for side, texts in self.sides.items()}
 
     def excerpt(self, tokenizer: PreTrainedTokenizerBase, tokens: int, rng: random.Random, kept_back: bool) -> list[int]:
         """At most `tokens` token ids: a random window of a document, or all of a short one. Raises UserError without text."""
-        if self.name == TOY:
-            return _toy_excerpt(tokenizer, tokens, rng, kept_back)
-        texts = self.side(kept_back)
+        if self.name == TOY:  # documents joined by the token that ends a text, as the built-in models have learnt them
+            joined: list[int] = []
+            while len(joined) < tokens:
+                text = document(rng, held_out=False)  # the toy data's own held-out documents are for bench
+                if (zlib.crc32(text.encode()) % KEPT_BACK == 0) == kept_back:
+                    joined += tokenizer((tokenizer.eos_token or "") + text, add_special_tokens=False)["input_ids"]
+            return joined[:tokens]
+        texts = self.sides[kept_back]
         if not texts:
             what = "that is kept back from training" if kept_back else "to train on"
             raise UserError(f"{self.name} holds no text {what} (one part in {KEPT_BACK} is kept back)")
@@ -94,47 +96,34 @@ class Source:
         return ids[begin : begin + tokens]
 
 
-def _toy_excerpt(tokenizer: PreTrainedTokenizerBase, tokens: int, rng: random.Random, kept_back: bool) -> list[int]:
-    """Documents of the toy data, joined by the token that ends a text, as the built-in models have learnt them."""
-    ids: list[int] = []
-    while len(ids) < tokens:
-        text = document(rng, held_out=False)  # the toy data's own held-out documents are for bench
-        if (zlib.crc32(text.encode()) % KEPT_BACK == 0) == kept_back:
-            ids += tokenizer((tokenizer.eos_token or "") + text, add_special_tokens=False)["input_ids"]
-    return ids[:tokens]
-
-
 def open_text(names: Sequence[str], column: str = "text") -> list[Source]:
     """Read sources of text: toy, files, folders, ids of the Hub. Raises UserError, in one line, for what holds no text.
 
     column: the field of a document that holds its text, in .jsonl, .csv and .parquet files and on the Hub.
     """
-    return [_open(name, column) for name in names]
-
-
-def _open(name: str, column: str) -> Source:
-    path = Path(name)
-    if name == TOY:
-        return Source(TOY, (), divided=False)
-    if path.is_dir():
-        # A README describes the data; it is none of it.
-        files = sorted(file for file in path.rglob("*") if file.suffix in PLAIN + TABLES and file.stem.lower() != "readme")
-        plain = [file for file in files if file.suffix in PLAIN]
-        if plain and len(plain) < len(files):
-            raise UserError(f"{name} holds text files and tables; name one kind of them")
-        texts = [text for file in files for text in _read(file, column)]
-        return _checked(Source(name, texts, divided=bool(plain)))
-    if path.exists() or path.suffix in PLAIN + TABLES:
-        return _checked(Source(name, _read(path, column), divided=path.suffix not in TABLES))
-    if HUB_ID.fullmatch(name):
-        return _checked(Source(name, _read_hub(name, column), divided=False))
-    raise UserError(f"there is no file '{name}', and an id of the Hub has the form OWNER/NAME")
-
-
-def _checked(source: Source) -> Source:
-    if not any(text.strip() for text in source.documents):
-        raise UserError(f"{source.name} holds no text")
-    return source
+    sources = []
+    for name in names:
+        path, divided = Path(name), False
+        if name == TOY:
+            sources.append(Source(TOY, (), divided=False))
+            continue
+        if path.is_dir():
+            # A README describes the data; it is none of it.
+            files = sorted(file for file in path.rglob("*") if file.suffix in PLAIN + TABLES and file.stem.lower() != "readme")
+            plain = [file for file in files if file.suffix in PLAIN]
+            if plain and len(plain) < len(files):
+                raise UserError(f"{name} holds text files and tables; name one kind of them")
+            texts, divided = [text for file in files for text in _read(file, column)], bool(plain)
+        elif path.exists() or path.suffix in PLAIN + TABLES:
+            texts, divided = _read(path, column), path.suffix not in TABLES
+        elif HUB_ID.fullmatch(name):
+            texts = _read_hub(name, column)
+        else:
+            raise UserError(f"there is no file '{name}', and an id of the Hub has the form OWNER/NAME")
+        if not any(text.strip() for text in texts):
+            raise UserError(f"{name} holds no text")
+        sources.append(Source(name, texts, divided))
+    return sources
 
 
 def _read(path: Path, column: str) -> list[str]:
@@ -143,7 +132,14 @@ def _read(path: Path, column: str) -> list[str]:
         return _read_parquet(path, column)
     text = read_text(path)
     if path.suffix == ".jsonl":
-        return _read_jsonl(path, text, column)
+        documents = []
+        for number, line in enumerate(text.split("\n"), 1):
+            if line.strip():
+                try:
+                    documents.append(_field(json.loads(line), column, f"{path}, line {number}"))
+                except (ValueError, RecursionError) as error:
+                    raise UserError(f"{path}, line {number} is no JSON") from error
+        return documents
     if path.suffix == ".csv":
         csv.field_size_limit(2**31 - 1)
         try:
@@ -152,17 +148,6 @@ def _read(path: Path, column: str) -> list[str]:
             raise UserError(f"{path} is no CSV file: {error}") from error
         return [_field(row, column, f"{path}, row {number}") for number, row in enumerate(rows, 1)]
     return [text]
-
-
-def _read_jsonl(path: Path, text: str, column: str) -> list[str]:
-    documents = []
-    for number, line in enumerate(text.split("\n"), 1):
-        if line.strip():
-            try:
-                documents.append(_field(json.loads(line), column, f"{path}, line {number}"))
-            except (ValueError, RecursionError) as error:
-                raise UserError(f"{path}, line {number} is no JSON") from error
-    return documents
 
 
 def _field(entry: Any, column: str, where: str) -> str:

@@ -63,7 +63,7 @@ def test_the_two_sides_have_nothing_in_common(tmp_path: Path, kind: str) -> None
     lines = [json.dumps({"text": text}) for text in DOCUMENTS]
     path.write_text("\n".join(lines if kind == "jsonl" else DOCUMENTS))
     (source,) = open_text([str(path)])
-    train, kept = source.side(False), source.side(True)
+    train, kept = source.sides[False], source.sides[True]
     if kind == "txt":
         assert train[0] + kept[0] == path.read_text()
         assert len(kept[0]) == len(path.read_text()) // KEPT_BACK
