@@ -41,6 +41,7 @@ from surgery.runtime.progress import bar
 COST = 0.1  # nats a question: what costs less means little, though it can be beyond chance
 HALF = 0.5  # of a cost: what has to pass through aggregate units; what a group's members must not explain
 OF_LAYER = 16  # units of a needed layer that are measured, beside those that lead
+OTHERS = 48  # such units of all layers, those of the layers that are needed most
 PAIRED = 4  # members of a layer whose pairs are tried
 NAMED = 4  # units of either role that a sentence names
 EDGES = 3  # units of either role between which edges are measured
@@ -137,14 +138,17 @@ def find_roles(
 ) -> Found:
     """Roles of the leading units, and of other units (best first) in layers that are needed. model: adopted."""
     ablator = Ablator(model, encoded, chosen, batch_size)
+    if wrong := why_none(ablator):
+        return Found({}, (), Circuit(gather=(), aggregate=(), edges=(), sentence=wrong))
     lead = [Costs((unit,), unit.name) for unit in leading]
     layers = whole_layers(ablator)
     convs = [Costs((unit,), unit.name, ("gather",)) for unit in convolutions(ablator.anatomy)]
     ablator.at_query([*lead, *layers])
     ablator.at_places([*layers, *convs], ("evidence",))
-    rest = []
-    for layer in layers:
-        mine = [Costs((unit,), unit.name) for unit in others if unit.place == layer.units[0].place][:OF_LAYER]
+    rest: list[Costs] = []
+    for layer in sorted(layers, key=lambda layer: -layer.mean("query", "evidence")):
+        mine = [Costs((unit,), unit.name) for unit in others if unit.place == layer.units[0].place]
+        mine = mine[: min(OF_LAYER, OTHERS - len(rest))]
         if layer.mean("query") >= COST:
             ablator.at_query(mine)
         if layer.mean("evidence") >= COST:
@@ -221,16 +225,13 @@ def find_stand_ins(ablator: Ablator, aggregate: Sequence[Costs], layers: Sequenc
 
 def name_roles(ablator: Ablator, heads: Sequence[Costs], groups: Sequence[Costs], layers: Sequence[Costs], tests: int) -> Found:
     """Roles by the definitions of this module, from what was measured."""
-    wrong = why_none(ablator)
     ranked = sorted((*heads, *groups), key=lambda each: -each.mean("query", "evidence"))
-    units = [each for each in ranked if not wrong and not is_general(ablator, each, tests)]
+    units = [each for each in ranked if not is_general(ablator, each, tests)]
     aggregate = [each for each in units if "aggregate" in each.roles and is_needed(each.at["query"], tests)]
-    stand_ins = [] if wrong else find_stand_ins(ablator, aggregate, layers, tests)
+    stand_ins = find_stand_ins(ablator, aggregate, layers, tests)
     ablator.at_places(stand_ins)
-    aggregate, groups = (
-        [*aggregate, *stand_ins],
-        [*(each for each in groups if each.name not in {s.name for s in stand_ins}), *stand_ins],
-    )
+    groups = [each for each in groups if each.name not in {other.name for other in stand_ins}]
+    aggregate, groups = [*aggregate, *stand_ins], [*groups, *stand_ins]
     gather = [each for each in units if "gather" in each.roles and gathers(ablator, each, aggregate, tests)]
 
     def measured(each: Costs) -> Roles:
@@ -245,12 +246,15 @@ def name_roles(ablator: Ablator, heads: Sequence[Costs], groups: Sequence[Costs]
 
     return Found(
         roles={each.name: measured(each) for each in heads},
-        groups=tuple(GroupScore(name=each.name, sites=sites_of(each), roles=measured(each)) for each in groups),
+        groups=tuple(
+            GroupScore(name=each.name, sites=tuple(Site(unit.layer, unit.heads) for unit in each.units), roles=measured(each))
+            for each in groups
+        ),
         circuit=Circuit(
             gather=tuple(each.name for each in gather),
             aggregate=tuple(each.name for each in aggregate),
             edges=measure_edges(ablator, gather, aggregate),
-            sentence=wrong or describe_circuit(ablator, gather, aggregate),
+            sentence=describe_circuit(ablator, gather, aggregate),
         ),
     )
 
@@ -340,8 +344,3 @@ def describe_circuit(ablator: Ablator, gather: Sequence[Costs], aggregate: Seque
         return f"{found}, and nothing was found to gather; {left}."
     places = [(each, max(("evidence", "spans"), key=each.mean)) for each in gather]
     return f"{listed(gather, 'gather')} at the ends of records; {found}; {left}, ablating what gathers, to {accuracy(*places)}."
-
-
-def sites_of(costs: Costs) -> tuple[Site, ...]:
-    """The heads of a group; the layer of a convolution."""
-    return tuple(Site(unit.layer, unit.heads) for unit in costs.units)

@@ -6,6 +6,7 @@ import torch
 from surgery.errors import UserError
 from surgery.locating.locate import locate
 from surgery.locating.nulls import null_logits
+from surgery.models.load import load
 from surgery.probes import make_probe
 from surgery.probes.scoring import answer
 from surgery.probes.toy_tokenizer import build_tokenizer
@@ -13,7 +14,6 @@ from surgery.records.plan import Plan
 from surgery.records.ranking import Ranking
 from surgery.records.recipe import Locate
 from surgery.splicing.splice import adopt, splice
-from tests.surgery.locating.test_ablation import llama
 from tests.surgery.modeling import bases, stock_bases
 
 TOKENIZER = build_tokenizer()
@@ -58,9 +58,8 @@ def test_a_share_of_the_heads_is_measured(share):
 
 
 def test_heads_of_attention_have_roles_and_no_slope():
-    base = llama().float()
-    base.resize_token_embeddings(WORDS)
-    ranking = locate(base, TOKENIZER, QUESTIONS, Locate(roles=3))
+    base, tokenizer = load("checkpoints/tiny-llama")
+    ranking = locate(base, tokenizer, make_probe("kv", tokenizer, pairs=4).questions(12, 1), Locate(roles=3))
     assert {each.kind for each in ranking.heads} == {"attention"}
     assert {each.slope for each in ranking.heads} == {0.0}
     assert sum(each.roles is not None for each in ranking.heads) >= 3
