@@ -313,7 +313,7 @@ More pretraining sees as many tokens of its own kinds. None has more steps than 
 [plateau.md](plateau.md) gives the rivals three learning rates and up to 2,000 steps. [reach.md](reach.md) asks longer prompts
 and other questions. [sizes.md](sizes.md) has other widths, a Mamba-1, and a law that is tested on a width of its own.
 
-Not done: prose, a window of equal bytes. An n-gram cache has nothing to say here: the last words of a question stand in no record.
+Not done: prose, a window of equal bytes. An n-gram cache has nothing to say: a question's last words stand in no record.
 
 {minutes:.0f} minutes of processor time on {machine}; {packages}.
 `gap.py` measures, and writes this page; `gap.jsonl` is the record.
