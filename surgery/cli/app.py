@@ -4,11 +4,12 @@ Nothing at the top of these files imports torch or transformers: `--help`, `surg
 """
 
 import os
+import re
 import shlex
 import sys
 from collections.abc import Callable
 from inspect import cleandoc
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 import typer.core
@@ -24,7 +25,7 @@ from surgery.cli.publish import publish
 from surgery.cli.run import run
 from surgery.cli.splice import splice
 from surgery.cli.tune import tune
-from surgery.errors import UserError
+from surgery.errors import UserError, did_you_mean
 from surgery.runtime.progress import printable, say
 
 LONGEST = 1500  # characters of a message about an input that may itself be long
@@ -39,7 +40,14 @@ HELP = {"help_option_names": ["-h", "--help"]}
 
 
 class Groups(typer.core.TyperGroup):
-    """Lists the commands in the order of use."""
+    """Lists the commands in the order of use, and refuses another one in our words."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args[0] not in self.commands and not args[0].startswith("-"):
+            raise UserError(
+                f"there is no command {args[0]}{did_you_mean(args[0], self.commands) or '; `surgery -h` lists them'}"
+            )
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: object, formatter: object) -> None:
         for group, verbs in GROUPS.items():
@@ -105,11 +113,10 @@ def main() -> None:
         if isinstance(error, SystemExit) or os.environ.get("SURGERY_TRACEBACK"):
             raise
         if hasattr(error, "format_message"):  # the command line itself is wrong
-            path = getattr(getattr(error, "ctx", None), "command_path", "surgery")
             if type(error).__name__ == "NoArgsIsHelpError":  # `surgery` alone: its message is the help
                 print(error.format_message())
                 sys.exit(2)
-            status = _end(f"{error.format_message().rstrip('.')} (`{path} -h` lists what there is)", 2)
+            status = _end(_complaint(error), 2)
         elif type(error).__name__ == "PanicException":  # of the library tokenizers; it is no Exception
             status = _end(
                 f"the tokenizer cannot be used: its library fails with '{error}'; check the model's tokenizer.json", 2
@@ -126,6 +133,27 @@ def _unexpected(error: BaseException) -> str:
         return f"cannot use {error.filename}: {error.strerror}"
     first = (str(error).strip().splitlines() or ["no message"])[0]
     return f"{type(error).__name__}: {first} (SURGERY_TRACEBACK=1 shows where; please report it)"
+
+
+def _complaint(error: Any) -> str:
+    """What is wrong with the command line itself; typer's words differ from version to version."""
+    kind, message, context = type(error).__name__, error.format_message().rstrip("."), getattr(error, "ctx", None)
+    verb = next((word for word in sys.argv[1:2] if not word.startswith("-")), "")
+    see = f" (see `{f'surgery {verb}'.strip()} -h`)"
+    name = next(iter(re.findall(r"'([^']+)'", message)), "")
+    if kind == "NoSuchOption":
+        options = [option for each in context.command.params for option in each.opts if option[0] == "-"] if context else []
+        return f"there is no option {error.option_name}{did_you_mean(error.option_name, options) or see}"
+    if kind == "MissingParameter":
+        return f"{name} is missing{see}"
+    if kind == "BadOptionUsage":
+        return f"{name} {'needs a value' if 'requires' in message else 'takes no value'}{see}"
+    if kind == "BadParameter":
+        said = message.partition(": ")[2].partition(",")[0].replace("Input should", "it should")
+        return f"{name} has a wrong value: {said}{see}"
+    if "unexpected extra argument" in message:
+        return f"too many arguments: {message.rpartition('(')[2].rstrip(')')}{see}"
+    return message + see
 
 
 def _end(line: str, status: int) -> int:
