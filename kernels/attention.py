@@ -165,7 +165,7 @@ ATTEND = Operation(
         (q.shape[:3], torch.promote_types(v.dtype, torch.float32)),
     ],
     2,
-    Backend("triton", attend_triton, not_for_triton, probed=True, by_size=True, opaque=True),
+    Backend("triton", attend_triton, not_for_triton, device="cuda", probed=True, by_size=True, opaque=True),
     Backend("sdpa", _sdpa, _not_for_sdpa),
     Backend("plain", _plain),
 )

@@ -40,8 +40,6 @@ TILES = ((128, 64, 4, 3), (128, 64, 4, 2), (64, 64, 4, 2), (64, 32, 4, 2), (32, 
 
 def not_for_triton(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor | None) -> str | None:
     """Why `attend_triton` does not take such a call, or None."""
-    if not on_gpu(q):
-        return "it runs on CUDA devices"
     if q.dtype not in (torch.float32, torch.bfloat16, torch.float16) or not q.dtype == k.dtype == v.dtype:
         return "it takes float32, bfloat16 or float16, queries, keys and values alike"
     if q.shape[3] > WIDEST:

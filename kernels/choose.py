@@ -26,7 +26,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from surgery.kernels.functions import as_tuple, learns, on_gpu, traced
+from surgery.kernels.functions import as_tuple, learns, traced
 from surgery.kernels.operators import Likeness, Operator
 
 SHORT = 80  # tokens of an example: more than a block of most kernels
@@ -42,8 +42,9 @@ class KernelError(ValueError):
 class Backend:
     """One implementation of an operation.
 
-    run: computes, with the operation's arguments. refuses: with the same arguments, why it cannot take such a call (one line),
-    or None; it is asked for every call, so it has to be cheap. probed: whether a trial comes first; by_size: whether there is
+    run: computes, with the operation's arguments. device: the type of device that it is for, None for any. refuses: with the
+    same arguments, why it cannot take such a call (one line), or None; it is asked for every call on such a device, so it has
+    to be cheap. probed: whether a trial comes first; by_size: whether there is
     one for every size, as for what is compiled for a GPU. on_request: whether it serves only if it is asked for, because it
     downloads. without_gradient: which of its results have none. opaque: whether torch.compile cannot look into it.
     """
@@ -51,6 +52,7 @@ class Backend:
     name: str
     run: Callable[..., Any]
     refuses: Callable[..., str | None] = lambda *_: None
+    device: str | None = None
     probed: bool = False
     by_size: bool = False
     on_request: bool = False
@@ -129,6 +131,8 @@ class Operation:
 
     def why_not(self, backend: Backend, *args: Any) -> str | None:
         """Why `backend` does not take such a call, or None."""
+        if backend.device is not None and args[0].device.type != backend.device:
+            return "it runs on CUDA devices" if backend.device == "cuda" else f"it runs on a {backend.device.upper()}"
         if reason := backend.refuses(*args):
             return reason
         if not backend.probed:
@@ -241,13 +245,6 @@ def parse_requests(text: str) -> dict[str, str]:
     if any(len(pair) != 2 or not pair[1].strip() for pair in pairs):
         raise KernelError("SURGERY_KERNELS must read operation=backend[,operation=backend...]")
     return {operation.strip(): name.strip() for operation, name in pairs}
-
-
-def not_for_cuda_package(x: Tensor, *_: Any) -> str | None:
-    """Why a CUDA package does not take x, or None."""
-    if not on_gpu(x):
-        return "it runs on CUDA devices"
-    return "it computes in float32" if x.dtype == torch.float64 else None
 
 
 def import_alone(name: str) -> Any:

@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from surgery.kernels.choose import Backend, Operation, hub, not_for_cuda_package
-from surgery.kernels.functions import on_gpu
+from surgery.kernels.choose import Backend, Operation, hub
+from surgery.kernels.functions import is_double, on_gpu
 
 
 def causal_conv(
@@ -82,8 +82,6 @@ def _by_cuda(
 
 
 def _not_for_shifted(x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor | None, *_: object) -> str | None:
-    if x.device.type != "cpu":
-        return "it is for CPUs: on a GPU each of its products would be a launch"
     return None if x.dtype in (torch.float32, torch.float64) else "it would compute in float32"
 
 
@@ -94,7 +92,7 @@ def _not_for_stock(x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tens
 
 
 def _not_for_cuda(x: Tensor, weight: Tensor, *_: object) -> str | None:
-    if reason := not_for_cuda_package(x):
+    if reason := is_double(x):
         return reason
     if not 2 <= weight.shape[-1] <= 4:
         return "it takes 2 to 4 taps"
@@ -110,16 +108,18 @@ CAUSAL_CONV = Operation(
         "causal_conv1d",
         partial(_by_cuda, lambda: import_module("causal_conv1d")),
         _not_for_cuda,
+        device="cuda",
         probed=True,
         by_size=True,
         opaque=True,
     ),
-    Backend("shifted", _shifted, _not_for_shifted),
+    Backend("shifted", _shifted, _not_for_shifted, device="cpu"),  # on a GPU each of its products would be a launch
     Backend("stock", _stock, _not_for_stock),
     Backend(
         "hub",
         partial(_by_cuda, lambda: hub("causal-conv1d", 1)),
         _not_for_cuda,
+        device="cuda",
         probed=True,
         by_size=True,
         on_request=True,

@@ -40,7 +40,7 @@ def sizes_of(mixer: Any) -> Sizes:
     """Of a mixer of surgery/modeling."""
     if mixer.head_dim == 1:
         return Sizes(0, channels=mixer.num_heads, channel_state=mixer.ssm_state_size)
-    delta = not hasattr(mixer, "run_ssd")
+    delta = hasattr(mixer, "log_decay")
     return Sizes(mixer.num_heads, mixer.head_dim, mixer.ssm_state_size, mixer.n_groups, delta, channels=0)
 
 

@@ -49,6 +49,11 @@ def in_forward_mode(*_: object) -> str | None:
     return "it has no forward-mode derivative" if forward_ad._current_level >= 0 else None
 
 
+def is_double(x: Tensor, *_: object) -> str | None:
+    """Why a kernel that computes in float32 does not take x, or None."""
+    return "it computes in float32" if x.dtype == torch.float64 else None
+
+
 def on_gpu(x: Tensor) -> bool:
     """Whether x is on a GPU that CUDA (or ROCm) drives."""
     return x.device.type == "cuda"

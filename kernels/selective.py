@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surgery.kernels.choose import Backend, Operation, hub, import_alone, not_for_cuda_package
-from surgery.kernels.functions import result_dtype, transformed
+from surgery.kernels.choose import Backend, Operation, hub, import_alone
+from surgery.kernels.functions import is_double, result_dtype, transformed
 from surgery.kernels.native import refuses, step_refuses
 from surgery.kernels.selective_chunked import run as run_chunked
 from surgery.kernels.selective_native import scan as native_scan
@@ -108,7 +108,7 @@ def _by_cuda(find: Callable[[], Any], x, dt, A, B, C, D, initial_state) -> tuple
 
 
 def _not_for_cuda(x, dt, A, B, C, D, initial_state) -> str | None:
-    if reason := not_for_cuda_package(x):
+    if reason := is_double(x):
         return reason
     if A.shape[1] > 256:
         return "it takes states of at most 256 components"
@@ -124,6 +124,7 @@ SELECTIVE_SCAN = Operation(
         "mamba_ssm",
         partial(_by_cuda, lambda: import_module("mamba_ssm.ops.selective_scan_interface")),
         _not_for_cuda,
+        device="cuda",
         probed=True,
         by_size=True,
         opaque=True,
@@ -135,6 +136,7 @@ SELECTIVE_SCAN = Operation(
         "hub",
         partial(_by_cuda, lambda: hub("mamba-ssm", 4)),
         _not_for_cuda,
+        device="cuda",
         probed=True,
         by_size=True,
         on_request=True,
@@ -168,7 +170,8 @@ SELECTIVE_STEP = Operation(
     Backend(
         "mamba_ssm",
         partial(_step_by_triton, lambda: import_alone("mamba_ssm.ops.triton.selective_state_update")),
-        lambda state, x, *rest: not_for_cuda_package(x),
+        lambda state, x, *rest: is_double(x),
+        device="cuda",
         probed=True,
         by_size=True,
         opaque=True,
@@ -177,7 +180,8 @@ SELECTIVE_STEP = Operation(
     Backend(
         "hub",
         partial(_step_by_triton, lambda: hub("mamba-ssm", 4)),
-        lambda state, x, *rest: not_for_cuda_package(x),
+        lambda state, x, *rest: is_double(x),
+        device="cuda",
         probed=True,
         by_size=True,
         on_request=True,

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surgery.kernels.choose import Backend, Operation, hub, import_alone, not_for_cuda_package
-from surgery.kernels.functions import is_exact, on_gpu, result_dtype, transformed
+from surgery.kernels.choose import Backend, Operation, hub, import_alone
+from surgery.kernels.functions import is_double, is_exact, on_gpu, result_dtype, transformed
 from surgery.kernels.native import step_refuses
 from surgery.kernels.ssd_chunked import chunked_scan
 from surgery.kernels.ssd_native import refuses, step
@@ -108,7 +108,7 @@ def _by_triton(find: Callable[[], Any], x, dt, A, B, C, D, initial_state, seq_id
 
 
 def _not_for_triton(x, *rest) -> str | None:
-    if reason := not_for_cuda_package(x):
+    if reason := is_double(x):
         return reason
     return "it rounds float32 to TensorFloat-32, which torch is told not to do" if is_exact(x) else None
 
@@ -129,6 +129,7 @@ SSD_SCAN = Operation(
         "mamba_ssm",
         partial(_by_triton, lambda: import_alone("mamba_ssm.ops.triton.ssd_combined")),
         _not_for_triton,
+        device="cuda",
         probed=True,
         by_size=True,
         opaque=True,
@@ -139,6 +140,7 @@ SSD_SCAN = Operation(
         "hub",
         partial(_by_triton, lambda: hub("mamba-ssm", 4)),
         _not_for_triton,
+        device="cuda",
         probed=True,
         by_size=True,
         on_request=True,
@@ -177,7 +179,8 @@ SSD_STEP = Operation(
     Backend(
         "mamba_ssm",
         partial(_step_by_triton, lambda: import_alone("mamba_ssm.ops.triton.selective_state_update")),
-        lambda state, x, *rest: not_for_cuda_package(x),
+        lambda state, x, *rest: is_double(x),
+        device="cuda",
         probed=True,
         by_size=True,
         opaque=True,
@@ -186,7 +189,8 @@ SSD_STEP = Operation(
     Backend(
         "hub",
         partial(_step_by_triton, lambda: hub("mamba-ssm", 4)),
-        lambda state, x, *rest: not_for_cuda_package(x),
+        lambda state, x, *rest: is_double(x),
+        device="cuda",
         probed=True,
         by_size=True,
         on_request=True,

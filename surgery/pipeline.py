@@ -4,6 +4,7 @@ load -> locate -> choose -> splice -> tune -> bench -> export
 """
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -68,20 +69,20 @@ def run(
         if is_main():
             output.write("recipe.yaml", recipe_text(recipe))
         located = [*known, recipe.locate.model_dump(), recipe.plan.kind, recipe.plan.share, recipe.data.model_dump()]
-        ranking = once(output, "ranking.json", located, Ranking, lambda: locate_heads(base, tokenizer, recipe, print_))
+        ranking = once(output, "ranking.json", located, Ranking, partial(locate_heads, base, tokenizer, recipe, print_))
         say(f"locate: {ranking.circuit.sentence if ranking.circuit else f'{ranking.heads[0].site} leads'}")
         planned = [*located, recipe.plan.model_dump(), recipe.tune.text_tokens]
-        plan = once(output, "plan.json", planned, Plan, lambda: choose_plan(base, tokenizer, ranking, recipe, print_))
+        plan = once(output, "plan.json", planned, Plan, partial(choose_plan, base, tokenizer, ranking, recipe, print_))
         say(f"plan: attention at {', '.join(map(str, plan.sites))}")
         tuned = [*planned, recipe.tune.model_dump()]
         finished = [*tuned, recipe.bench.model_dump()]
-        if on_main(lambda: output.is_made("report.json", finished)):
+        if on_main(partial(output.is_made, "report.json", finished)):
             say(f"{out} is finished; nothing has changed")
             return Report.read(Path(out) / "report.json")
         models, trained = make_models(base, tokenizer, ranking, plan, recipe)
         for name in trained:
             _tune(models, name, tokenizer, recipe, output, tuned)
-        return on_main(lambda: _finish(models, trained, tokenizer, ranking, plan, recipe, output, finished, verify))
+        return on_main(partial(_finish, models, trained, tokenizer, ranking, plan, recipe, output, finished, verify))
 
 
 def once(output: OutputFolder, name: str, settings: Any, kind: type[R], compute: Callable[[], R]) -> R:

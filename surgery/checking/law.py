@@ -101,11 +101,21 @@ class Law:
     slow: bool = False
 
     def run(self, subject: "Subject") -> Finding:
-        """Ask all cases."""
+        """Ask all cases, and judge each."""
         found = list[Case]()
         try:
             for name, case in self.cases(subject).items():
-                found.append(subject.ask(name, case))
+                try:
+                    found.append(subject.judge(name, *case()))
+                except NotApplicable as reason:
+                    found.append(Case(name, "not applicable", 0.0, 0.0, str(reason)))
+                except Exception as error:
+                    line = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+                    # An error may say that something is not supported; any other is a crash inside.
+                    kinds = (ValueError, NotImplementedError, TypeError, AttributeError, ImportError, RuntimeError)
+                    clear = isinstance(error, kinds) and any(word in str(error).lower() for word in WORDS)
+                    refused = clear or isinstance(error, NotImplementedError)
+                    found.append(Case(name, "refused" if refused else "wrong", math.inf, 0.0, line))
         except NotApplicable as reason:
             found = [Case("", "not applicable", 0.0, 0.0, str(reason))]
         order: list[Verdict] = ["wrong", "right", "refused", "not applicable"]
@@ -146,12 +156,8 @@ class Subject:
     @cached_property
     def cache_name(self) -> str:
         """What the model calls the cache that it returns. Raises NotApplicable where it returns none."""
-        with torch.no_grad(), self.precision():
-            output = self.model(input_ids=self.ids[:1, :3], use_cache=True)
-        for name in CACHES:
-            if getattr(output, name, None) is not None:
-                return name
-        raise NotApplicable("it returns no cache")
+        self.step(self.ids[:1, :3])
+        return self.cache_name
 
     def takes(self, name: str) -> bool:
         """Whether the model's forward has an argument of that name."""
@@ -177,12 +183,16 @@ class Subject:
             return self.model(input_ids=ids, **{"use_cache": False} | named).logits
 
     def step(self, ids: Tensor | None, cache: Any = None, **named: Any) -> tuple[Tensor, Any]:
-        """Logits of a forward that goes on from a cache, and the cache that it returns."""
+        """Logits of a forward that goes on from a cache, and the cache that it returns. Raises NotApplicable for none."""
+        if cache is not None:
+            named[self.cache_name] = cache
         with torch.no_grad(), self.precision():
-            if cache is not None:
-                named[self.cache_name] = cache
             output = self.model(input_ids=ids, use_cache=True, **named)
-        return output.logits, output[self.cache_name]
+        for name in CACHES:
+            if getattr(output, name, None) is not None:
+                self.cache_name = name
+                return output.logits, output[name]
+        raise NotApplicable("it returns no cache")
 
     def pieces(
         self, ids: Tensor, sizes: list[int], *, mask: bool = False, positions: bool = False, cache: Any = None, start: int = 0
@@ -235,22 +245,11 @@ class Subject:
             generate: Any = self.model.generate
             return generate(ids, generation_config=GenerationConfig(**options | given), **named)
 
-    def ask(self, name: str, case: Callable[[], Pair]) -> Case:
-        """Run a case and judge it."""
-        try:
-            found, right, *own = case()
-        except NotApplicable as reason:
-            return Case(name, "not applicable", 0.0, 0.0, str(reason))
-        except Exception as error:
-            line = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
-            # An error may say that something is not supported; any other is a crash inside.
-            kinds = (ValueError, NotImplementedError, TypeError, AttributeError, ImportError, RuntimeError)
-            clear = isinstance(error, kinds) and any(word in str(error).lower() for word in WORDS)
-            refused = clear or isinstance(error, NotImplementedError)
-            return Case(name, "refused" if refused else "wrong", math.inf, 0.0, line)
+    def judge(self, name: str, found: Tensor, right: Tensor, own: float | None = None) -> Case:
+        """A case from its two logits. own: its own bound."""
         if found.shape != right.shape:
             return Case(name, "wrong", math.inf, 0.0, f"logits of the shape {tuple(found.shape)}, not {tuple(right.shape)}")
-        bound = own[0] if own else self.bound(right)
+        bound = self.bound(right) if own is None else own
         apart = (found.double() - right.double()).abs()
         difference = math.inf if not torch.isfinite(apart).all() else apart.max().item()
         verdict: Verdict = "right" if difference <= bound and difference < math.inf else "wrong"

@@ -31,12 +31,17 @@ def render_card(record: Any, name: str, plan: Plan | None, report: Report | None
     """The card's text, with Hugging Face's metadata in front."""
     parts = [f"---\n{_metadata(record)}---", f"# {escape(name.rsplit('/', 1)[-1])}", _describe(record, plan)]
     if record.format in ("hf", "patch"):
-        lines = load_lines(name) if record.format == "hf" else f'import surgery\n\nmodel, tokenizer = surgery.load("{name}")\n'
-        parts += ["## Use it", f"```python\n{lines}```"]
+        code = load_lines(name) if record.format == "hf" else f'import surgery\n\nmodel, tokenizer = surgery.load("{name}")\n'
+        parts += ["## Use it", f"```python\n{code}```"]
     parts += [USE.get(record.format, "")]
     parts += [f"Verified when it was written: {record.proof}."] if record.proof is not None else []
     parts += ["## Measured", *_measured(report, record)]
-    parts += ["## Limits", _limits(report, record)]
+    lines = ["Nothing is known of it beyond what is stated above. It is unfit for whatever the base is unfit for."]
+    if report is not None and not any(model.role == "control" for model in report.models.values()):
+        lines.append("No control was measured: a gain over the base may come from the tuning alone.")
+    licence = escape(", ".join(record.base.licence.values()))
+    lines.append(f"The licence is the base's ({licence})." if licence else "The base's licence is not known: ask its makers.")
+    parts += ["## Limits", " ".join(lines)]
     parts += [f"Made {record.created[:10]} by mamba-surgery {record.toolkit}; `export.json` holds the digests of all files."]
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -86,14 +91,3 @@ def _measured(report: Report | None, record: Any) -> list[str]:
     if model.on_text is not None and row != report.verdict.model:
         parts += [model.on_text.sentence()]
     return [*parts, f"Measured {made.created[:10]} on {made.machine}, seed {made.seed}; all of it is in `report.json`."]
-
-
-def _limits(report: Report | None, record: Any) -> str:
-    lines = ["Nothing is known of it beyond what is stated above. It is unfit for whatever the base is unfit for."]
-    if report is not None and not any(model.role == "control" for model in report.models.values()):
-        lines.append("No control was measured: a gain over the base may come from the tuning alone.")
-    licence = ", ".join(record.base.licence.values())
-    lines.append(
-        f"The licence is the base's ({escape(licence)})." if licence else "The base's licence is not known: ask its makers."
-    )
-    return " ".join(lines)

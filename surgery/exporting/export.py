@@ -1,7 +1,6 @@
 """export: a hybrid as a folder that others can load, proved equal in a fresh process before it takes its place."""
 
 import importlib
-from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -118,7 +117,8 @@ def write_export(
     with start_reader(hybrid) as process:
         if format == "patch":
             options |= {"base": place, "home": home}
-        writer_of(format)(hybrid, tokenizer, folder, **options)
+        module, _, function = FORMATS[format].partition(":")
+        getattr(importlib.import_module(f"surgery.{module}"), function)(hybrid, tokenizer, folder, **options)
         if plan is not None:
             plan.write(folder / PLAN)
         if report is not None:
@@ -141,12 +141,6 @@ def write_export(
     record.write(folder / RECORD)
     write_card(folder, record, home.resolve().name, plan, report)
     return proof
-
-
-def writer_of(format: str) -> Callable[..., None]:
-    """The function that writes a format."""
-    module, _, function = FORMATS[format].partition(":")
-    return getattr(importlib.import_module(f"surgery.{module}"), function)
 
 
 def write_hf(hybrid: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, *, max_shard_size: str = "5GB") -> None:

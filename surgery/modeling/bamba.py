@@ -3,12 +3,10 @@
 Most layers hold a Mamba-2 mixer (mamba2.py), the others attention, and each an MLP.
 """
 
-from typing import Any
-
 from transformers.models.bamba.configuration_bamba import BambaConfig
 from transformers.models.bamba.modeling_bamba import BambaForCausalLM, BambaMixer, BambaModel
 
-from .hybrid import Family, HybridLanguageModel, complete_config
+from .hybrid import Family, HybridConfig, HybridLanguageModel
 from .mamba2 import SSDMixer
 from .stock import StockBackbone
 
@@ -17,16 +15,12 @@ class BambaHybridMixer(SSDMixer, BambaMixer):
     """Keys are B, queries C, values x."""
 
 
-class BambaHybridConfig(BambaConfig):
+class BambaHybridConfig(HybridConfig, BambaConfig):
     """BambaConfig with `grafts` (graft.py says what an entry holds)."""
 
     model_type = "bamba_hybrid"
 
     grafts: list | None = None
-
-    def __post_init__(self, **kwargs: Any) -> None:
-        super().__post_init__(**kwargs)
-        complete_config(self, "bamba")
 
 
 class BambaHybridModel(StockBackbone, BambaModel):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers.models.falcon_h1.configuration_falcon_h1 import FalconH1Config
 from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1ForCausalLM, FalconH1Mixer, FalconH1Model
 
-from .hybrid import Family, HybridLanguageModel, complete_config
+from .hybrid import Family, HybridConfig, HybridLanguageModel
 from .mamba2 import SSDMixer
 from .stock import StockBackbone
 
@@ -38,16 +38,12 @@ class FalconH1HybridMixer(SSDMixer, FalconH1Mixer):
         return weight * factors[:, None], None if bias is None else bias * factors
 
 
-class FalconH1HybridConfig(FalconH1Config):
+class FalconH1HybridConfig(HybridConfig, FalconH1Config):
     """FalconH1Config with `grafts` (graft.py says what an entry holds)."""
 
     model_type = "falcon_h1_hybrid"
 
     grafts: list | None = None
-
-    def __post_init__(self, **kwargs: Any) -> None:
-        super().__post_init__(**kwargs)
-        complete_config(self, "falcon_h1")
 
 
 class FalconH1HybridModel(StockBackbone, FalconH1Model):

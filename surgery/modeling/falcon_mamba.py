@@ -7,7 +7,7 @@ from torch import nn
 from transformers import FalconMambaConfig, FalconMambaForCausalLM, FalconMambaModel
 from transformers.models.falcon_mamba.modeling_falcon_mamba import FalconMambaMixer
 
-from .hybrid import Family, complete_config
+from .hybrid import Family, HybridConfig
 from .mamba import NormedSelectiveMixer
 from .ssm import HybridBackbone, HybridBlock, SSMLanguageModel
 
@@ -16,17 +16,12 @@ class FalconMambaHybridMixer(NormedSelectiveMixer, FalconMambaMixer):
     """The mixer of Falcon-Mamba."""
 
 
-class FalconMambaHybridConfig(FalconMambaConfig):
+class FalconMambaHybridConfig(HybridConfig, FalconMambaConfig):
     """FalconMambaConfig with `grafts` (graft.py says what an entry holds)."""
 
     model_type = "falcon_mamba_hybrid"
 
     grafts: list | None = None
-
-    def __post_init__(self, **kwargs: Any) -> None:
-        kwargs.pop("layer_types", None)  # versions up to 0.20 wrote what their caches held
-        super().__post_init__(**kwargs)
-        complete_config(self, "falcon_mamba")
 
 
 class FalconMambaHybridModel(HybridBackbone, FalconMambaModel):

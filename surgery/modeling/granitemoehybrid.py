@@ -3,8 +3,6 @@
 Most layers hold a Mamba-2 mixer (mamba2.py), the others attention, and each experts or an MLP.
 """
 
-from typing import Any
-
 from transformers.models.granitemoehybrid.configuration_granitemoehybrid import GraniteMoeHybridConfig
 from transformers.models.granitemoehybrid.modeling_granitemoehybrid import (
     GraniteMoeHybridForCausalLM,
@@ -12,7 +10,7 @@ from transformers.models.granitemoehybrid.modeling_granitemoehybrid import (
     GraniteMoeHybridModel,
 )
 
-from .hybrid import Family, HybridLanguageModel, complete_config
+from .hybrid import Family, HybridConfig, HybridLanguageModel
 from .mamba2 import SSDMixer
 from .stock import StockBackbone
 
@@ -21,16 +19,12 @@ class GraniteMoeHybridHybridMixer(SSDMixer, GraniteMoeHybridMambaLayer):
     """Keys are B, queries C, values x."""
 
 
-class GraniteMoeHybridHybridConfig(GraniteMoeHybridConfig):
+class GraniteMoeHybridHybridConfig(HybridConfig, GraniteMoeHybridConfig):
     """GraniteMoeHybridConfig with `grafts` (graft.py says what an entry holds)."""
 
     model_type = "granitemoehybrid_hybrid"
 
     grafts: list | None = None
-
-    def __post_init__(self, **kwargs: Any) -> None:
-        super().__post_init__(**kwargs)
-        complete_config(self, "granitemoehybrid")
 
 
 class GraniteMoeHybridHybridModel(StockBackbone, GraniteMoeHybridModel):

@@ -41,13 +41,21 @@ class Family:
         return self
 
 
-def complete_config(config: Any, module: str) -> None:
-    """What the configuration of a hybrid holds beside its base's fields: a list of grafts, and the classes of its exported code
-    in the file `module`, because a folder that it is read from may name a stranger's."""
-    config.grafts = list(config.grafts or [])
-    name = type(config).__name__.removesuffix("Config")
-    kinds = {"AutoConfig": "Config", "AutoModel": "Model", "AutoModelForCausalLM": "ForCausalLM"}
-    config.auto_map = {auto: f"{module}.{name}{kind}" for auto, kind in kinds.items()}
+class HybridConfig:
+    """A mixin before a configuration of transformers, which has the field `grafts`; its model_type is the name of the family's
+    file, with "_hybrid" behind it. It names the classes of its exported code, because a folder that it is read from may name a
+    stranger's."""
+
+    grafts: list | None
+
+    def __post_init__(self: Any, **kwargs: Any) -> None:
+        if isinstance(getattr(type(self), "layer_types", None), property):
+            kwargs.pop("layer_types", None)  # versions up to 0.20 wrote what their caches held
+        super().__post_init__(**kwargs)  # type: ignore[misc]
+        self.grafts = list(self.grafts or [])
+        module, name = self.model_type.removesuffix("_hybrid"), type(self).__name__.removesuffix("Config")
+        kinds = {"AutoConfig": "Config", "AutoModel": "Model", "AutoModelForCausalLM": "ForCausalLM"}
+        self.auto_map = {auto: f"{module}.{name}{kind}" for auto, kind in kinds.items()}
 
 
 class GraftedModel:

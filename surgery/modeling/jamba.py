@@ -3,13 +3,11 @@
 Most layers hold a Mamba-1 mixer that normalises dt, B and C (mamba.py), the others attention, and each experts or an MLP.
 """
 
-from typing import Any
-
 from torch import Tensor
 from transformers.models.jamba.configuration_jamba import JambaConfig
 from transformers.models.jamba.modeling_jamba import JambaForCausalLM, JambaMambaMixer, JambaModel
 
-from .hybrid import Family, HybridLanguageModel, complete_config
+from .hybrid import Family, HybridConfig, HybridLanguageModel
 from .mamba import NormedSelectiveMixer
 from .stock import StockBackbone
 
@@ -21,17 +19,12 @@ class JambaHybridMixer(NormedSelectiveMixer, JambaMambaMixer):
         return super().finish(y, gate).to(gate.dtype)  # its residual stream is never in float32
 
 
-class JambaHybridConfig(JambaConfig):
+class JambaHybridConfig(HybridConfig, JambaConfig):
     """JambaConfig with `grafts` (graft.py says what an entry holds)."""
 
     model_type = "jamba_hybrid"
 
     grafts: list | None = None
-
-    def __post_init__(self, **kwargs: Any) -> None:
-        kwargs.pop("layer_types", None)  # versions up to 0.20 wrote what their caches held
-        super().__post_init__(**kwargs)
-        complete_config(self, "jamba")
 
 
 class JambaHybridModel(StockBackbone, JambaModel):

@@ -15,7 +15,7 @@ from transformers.models.kimi_linear.modeling_kimi_linear import (
 )
 
 from .delta import DeltaMixer
-from .hybrid import Family, HybridLanguageModel, complete_config
+from .hybrid import Family, HybridConfig, HybridLanguageModel
 from .reference import at_least_float32
 from .stock import StockBackbone
 
@@ -38,16 +38,12 @@ class KimiLinearHybridMixer(DeltaMixer, KimiLinearDeltaAttention):
         return at_least_float32(a)
 
 
-class KimiLinearHybridConfig(KimiLinearConfig):
+class KimiLinearHybridConfig(HybridConfig, KimiLinearConfig):
     """KimiLinearConfig with `grafts` (graft.py says what an entry holds)."""
 
     model_type = "kimi_linear_hybrid"
 
     grafts: list | None = None
-
-    def __post_init__(self, **kwargs: Any) -> None:
-        super().__post_init__(**kwargs)
-        complete_config(self, "kimi_linear")
 
 
 class KimiLinearHybridModel(StockBackbone, KimiLinearModel):

@@ -37,11 +37,16 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from transformers.models.mamba2.modeling_mamba2 import Mamba2RMSNorm
 
 from .graft import SILU, Streams, convolve
-from .hybrid import Family, complete_config
+from .hybrid import Family, HybridConfig
 from .mamba2 import SSDMixer
 from .packing import Packing
 from .reference import result_dtype
 from .ssm import HybridBackbone, SSMLanguageModel, gated, normed, time_step
+
+try:
+    from surgery.kernels.ssd import ssd_scan, ssd_step
+except ImportError:
+    from .reference import ssd_scan, ssd_step  # type: ignore[assignment]
 
 MLP = {"intermediate_size": 14336, "bias": False, "act_fn": "silu"}
 SSM = {
@@ -61,7 +66,7 @@ SSM = {
 LEAST = 1e-12
 
 
-class LlambaConfig(PretrainedConfig):
+class LlambaConfig(HybridConfig, PretrainedConfig):
     """The published configuration, read and written as it is, with `grafts` (graft.py says what an entry holds)."""
 
     model_type = "llamba"
@@ -94,9 +99,7 @@ class LlambaConfig(PretrainedConfig):
         for name, section, known in (("mlp_cfg", self.mlp_cfg, MLP), ("ssm_cfg", self.ssm_cfg, SSM)):
             if unknown := sorted(set(section) - set(known)):
                 raise ValueError(f"the field '{unknown[0]}' of a Llamba's {name} is not known")
-        kwargs.pop("layer_types", None)  # versions up to 0.20 wrote what their caches held
         super().__post_init__(**kwargs)
-        complete_config(self, "llamba")
         multiple = self.pad_vocab_size_multiple  # the embedding's rows are padded to one
         self.vocab_size = -(-self.vocab_size // multiple) * multiple
         heads, pairs = self.ssm_cfg["n_v_heads"], self.ssm_cfg["n_qk_heads"]
@@ -165,7 +168,14 @@ class LlambaMixer(SSDMixer, nn.Module):
         assert dt is not None
         # In float32 at least: x / dt would be rounded coarsely in bfloat16 and overflow in float16.
         B, C, write = streams.k.to(dt.dtype), streams.q.to(dt.dtype), x.to(dt.dtype) / dt[..., None]
-        y = self.run_ssd(write, dt, dt.new_full(dt.shape[-1:], -1.0), B, C, None, cache, packing)
+        A = dt.new_full(dt.shape[-1:], -1.0)
+        state: Any = None if cache is None else cache.get_recurrent_state(self.layer_idx)
+        if state is not None and x.shape[1] == 1:
+            y = ssd_step(state, write[:, 0], dt[:, 0], A, B[:, 0], C[:, 0])[:, None]
+        else:
+            y, state = ssd_scan(write, dt, A, B, C, None, state, packing=packing, chunk_size=self.chunk_size)
+            if cache is not None:
+                cache.update_recurrent_state(state, layer_idx=self.layer_idx)
         return (y + self.D[:, None] * x).to(result_dtype(x))
 
     def finish(self, y: Tensor, gate: Tensor) -> Tensor:

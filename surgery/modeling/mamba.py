@@ -28,7 +28,7 @@ from transformers import Cache, MambaConfig, MambaForCausalLM, MambaModel
 from transformers.models.mamba.modeling_mamba import MambaMixer
 
 from .graft import ChannelGraft, GraftMixer, Streams, convolve
-from .hybrid import Family, complete_config
+from .hybrid import Family, HybridConfig
 from .packing import Packing
 from .reference import at_least_float32
 from .ssm import HybridBackbone, HybridBlock, SSMLanguageModel, gated, time_step
@@ -104,17 +104,12 @@ class MambaHybridMixer(SelectiveMixer, MambaMixer):
     """The mixer of Mamba-1."""
 
 
-class MambaHybridConfig(MambaConfig):
+class MambaHybridConfig(HybridConfig, MambaConfig):
     """MambaConfig with `grafts` (graft.py says what an entry holds)."""
 
     model_type = "mamba_hybrid"
 
     grafts: list | None = None
-
-    def __post_init__(self, **kwargs: Any) -> None:
-        kwargs.pop("layer_types", None)  # versions up to 0.20 wrote what their caches held
-        super().__post_init__(**kwargs)
-        complete_config(self, "mamba")
 
 
 class MambaHybridModel(HybridBackbone, MambaModel):

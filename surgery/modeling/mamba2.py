@@ -41,7 +41,7 @@ from transformers import Cache, Mamba2Config, Mamba2ForCausalLM, Mamba2Model
 from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
 
 from .graft import GraftMixer, Streams, convolve
-from .hybrid import Family, complete_config
+from .hybrid import Family, HybridConfig
 from .packing import Packing
 from .reference import at_least_float32
 from .ssm import HybridBackbone, HybridBlock, SSMLanguageModel, rms_norm, time_step
@@ -81,25 +81,12 @@ class SSDMixer(GraftMixer):
     def scan(self: Any, streams: Streams, cache: Cache | None = None, packing: Packing | None = None) -> Tensor:
         A = -torch.exp(at_least_float32(self.A_log))
         assert streams.write is not None
-        dt = streams.write.to(streams.x.dtype)  # as in transformers
-        return self.run_ssd(streams.x, dt, A, streams.k, streams.q, self.D, cache, packing)
-
-    def run_ssd(
-        self: Any,
-        x: Tensor,
-        dt: Tensor,
-        A: Tensor,
-        B: Tensor,
-        C: Tensor,
-        D: Tensor | None,
-        cache: Cache | None,
-        packing: Packing | None,
-    ) -> Tensor:
-        """The scan, or its single step where the cache holds a state, which it then updates: (b, t, h, p)."""
+        x, B, C = streams.x, streams.k, streams.q
+        dt = streams.write.to(x.dtype)  # as in transformers
         state: Any = None if cache is None else cache.get_recurrent_state(self.layer_idx)
         if state is not None and x.shape[1] == 1:
-            return ssd_step(state, x[:, 0], dt[:, 0], A, B[:, 0], C[:, 0], D)[:, None]
-        y, state = ssd_scan(x, dt, A, B, C, D, state, packing=packing, chunk_size=self.chunk_size)
+            return ssd_step(state, x[:, 0], dt[:, 0], A, B[:, 0], C[:, 0], self.D)[:, None]
+        y, state = ssd_scan(x, dt, A, B, C, self.D, state, packing=packing, chunk_size=self.chunk_size)
         if cache is not None:
             cache.update_recurrent_state(state, layer_idx=self.layer_idx)
         return y
@@ -127,17 +114,12 @@ class Mamba2HybridMixer(SSDMixer, Mamba2Mixer):
     """Keys are B, queries C, values x."""
 
 
-class Mamba2HybridConfig(Mamba2Config):
+class Mamba2HybridConfig(HybridConfig, Mamba2Config):
     """Mamba2Config with `grafts` (graft.py says what an entry holds)."""
 
     model_type = "mamba2_hybrid"
 
     grafts: list | None = None
-
-    def __post_init__(self, **kwargs: Any) -> None:
-        kwargs.pop("layer_types", None)  # versions up to 0.20 wrote what their caches held
-        super().__post_init__(**kwargs)
-        complete_config(self, "mamba2")
 
 
 class Mamba2HybridModel(HybridBackbone, Mamba2Model):

@@ -3,12 +3,10 @@
 A layer is one mixer: Mamba-2 (mamba2.py), attention, an MLP or experts.
 """
 
-from typing import Any
-
 from transformers.models.nemotron_h.configuration_nemotron_h import NemotronHConfig
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHForCausalLM, NemotronHMamba2Mixer, NemotronHModel
 
-from .hybrid import Family, HybridLanguageModel, complete_config
+from .hybrid import Family, HybridConfig, HybridLanguageModel
 from .mamba2 import SSDMixer
 from .stock import StockBackbone
 
@@ -17,16 +15,12 @@ class NemotronHHybridMixer(SSDMixer, NemotronHMamba2Mixer):
     """Keys are B, queries C, values x."""
 
 
-class NemotronHHybridConfig(NemotronHConfig):
+class NemotronHHybridConfig(HybridConfig, NemotronHConfig):
     """NemotronHConfig with `grafts` (graft.py says what an entry holds)."""
 
     model_type = "nemotron_h_hybrid"
 
     grafts: list | None = None
-
-    def __post_init__(self, **kwargs: Any) -> None:
-        super().__post_init__(**kwargs)
-        complete_config(self, "nemotron_h")
 
 
 class NemotronHHybridModel(StockBackbone, NemotronHModel):

@@ -11,7 +11,7 @@ from transformers.models.olmo_hybrid.configuration_olmo_hybrid import OlmoHybrid
 from transformers.models.olmo_hybrid.modeling_olmo_hybrid import OlmoHybridForCausalLM, OlmoHybridGatedDeltaNet, OlmoHybridModel
 
 from .delta import GatedDeltaMixer
-from .hybrid import Family, HybridLanguageModel, complete_config
+from .hybrid import Family, HybridConfig, HybridLanguageModel
 from .stock import StockBackbone
 
 
@@ -27,16 +27,12 @@ class OlmoHybridHybridMixer(GatedDeltaMixer, OlmoHybridGatedDeltaNet):
         return qkv, self.g_proj(hidden), self.b_proj(hidden), self.a_proj(hidden)
 
 
-class OlmoHybridHybridConfig(OlmoHybridConfig):
+class OlmoHybridHybridConfig(HybridConfig, OlmoHybridConfig):
     """OlmoHybridConfig with `grafts` (graft.py says what an entry holds)."""
 
     model_type = "olmo_hybrid_hybrid"
 
     grafts: list | None = None
-
-    def __post_init__(self, **kwargs: Any) -> None:
-        super().__post_init__(**kwargs)
-        complete_config(self, "olmo_hybrid")
 
 
 class OlmoHybridHybridModel(StockBackbone, OlmoHybridModel):

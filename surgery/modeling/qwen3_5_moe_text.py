@@ -3,8 +3,6 @@
 Every fourth layer holds attention, and each experts.
 """
 
-from typing import Any
-
 from transformers.models.qwen3_5_moe.configuration_qwen3_5_moe import Qwen3_5MoeTextConfig
 from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import (
     Qwen3_5MoeForCausalLM,
@@ -13,7 +11,7 @@ from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import (
 )
 
 from .delta import SplitDeltaMixer
-from .hybrid import Family, HybridLanguageModel, complete_config
+from .hybrid import Family, HybridConfig, HybridLanguageModel
 from .stock import StockBackbone
 
 
@@ -21,16 +19,12 @@ class Qwen3_5MoeHybridMixer(SplitDeltaMixer, Qwen3_5MoeGatedDeltaNet):
     """Keys are k, queries q, values v."""
 
 
-class Qwen3_5MoeHybridConfig(Qwen3_5MoeTextConfig):
+class Qwen3_5MoeHybridConfig(HybridConfig, Qwen3_5MoeTextConfig):
     """Qwen3_5MoeTextConfig with `grafts` (graft.py says what an entry holds)."""
 
     model_type = "qwen3_5_moe_text_hybrid"
 
     grafts: list | None = None
-
-    def __post_init__(self, **kwargs: Any) -> None:
-        super().__post_init__(**kwargs)
-        complete_config(self, "qwen3_5_moe_text")
 
 
 class Qwen3_5MoeHybridModel(StockBackbone, Qwen3_5MoeTextModel):

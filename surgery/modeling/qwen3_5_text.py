@@ -3,13 +3,11 @@
 Every fourth layer holds attention, and each an MLP.
 """
 
-from typing import Any
-
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5GatedDeltaNet, Qwen3_5TextModel
 
 from .delta import SplitDeltaMixer
-from .hybrid import Family, HybridLanguageModel, complete_config
+from .hybrid import Family, HybridConfig, HybridLanguageModel
 from .stock import StockBackbone
 
 
@@ -17,16 +15,12 @@ class Qwen3_5HybridMixer(SplitDeltaMixer, Qwen3_5GatedDeltaNet):
     """Keys are k, queries q, values v."""
 
 
-class Qwen3_5HybridConfig(Qwen3_5TextConfig):
+class Qwen3_5HybridConfig(HybridConfig, Qwen3_5TextConfig):
     """Qwen3_5TextConfig with `grafts` (graft.py says what an entry holds)."""
 
     model_type = "qwen3_5_text_hybrid"
 
     grafts: list | None = None
-
-    def __post_init__(self, **kwargs: Any) -> None:
-        super().__post_init__(**kwargs)
-        complete_config(self, "qwen3_5_text")
 
 
 class Qwen3_5HybridModel(StockBackbone, Qwen3_5TextModel):

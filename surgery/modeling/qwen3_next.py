@@ -12,7 +12,7 @@ from transformers.models.qwen3_next.configuration_qwen3_next import Qwen3NextCon
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextForCausalLM, Qwen3NextGatedDeltaNet, Qwen3NextModel
 
 from .delta import GatedDeltaMixer
-from .hybrid import Family, HybridLanguageModel, complete_config
+from .hybrid import Family, HybridConfig, HybridLanguageModel
 from .stock import StockBackbone
 
 
@@ -29,16 +29,12 @@ class Qwen3NextHybridMixer(GatedDeltaMixer, Qwen3NextGatedDeltaNet):
         return grouped[:, : self.head_k_dim], grouped[:, self.head_k_dim : 2 * self.head_k_dim]
 
 
-class Qwen3NextHybridConfig(Qwen3NextConfig):
+class Qwen3NextHybridConfig(HybridConfig, Qwen3NextConfig):
     """Qwen3NextConfig with `grafts` (graft.py says what an entry holds)."""
 
     model_type = "qwen3_next_hybrid"
 
     grafts: list | None = None
-
-    def __post_init__(self, **kwargs: Any) -> None:
-        super().__post_init__(**kwargs)
-        complete_config(self, "qwen3_next")
 
 
 class Qwen3NextHybridModel(StockBackbone, Qwen3NextModel):

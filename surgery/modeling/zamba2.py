@@ -3,12 +3,10 @@
 Every layer holds such a mixer. In some layers it reads what a block of attention has made, which these layers share.
 """
 
-from typing import Any
-
 from transformers.models.zamba2.configuration_zamba2 import Zamba2Config
 from transformers.models.zamba2.modeling_zamba2 import Zamba2ForCausalLM, Zamba2MambaMixer, Zamba2Model
 
-from .hybrid import Family, HybridLanguageModel, complete_config
+from .hybrid import Family, HybridConfig, HybridLanguageModel
 from .mamba2 import SSDMixer
 from .stock import StockBackbone
 
@@ -17,16 +15,12 @@ class Zamba2HybridMixer(SSDMixer, Zamba2MambaMixer):
     """Keys are B, queries C, values x."""
 
 
-class Zamba2HybridConfig(Zamba2Config):
+class Zamba2HybridConfig(HybridConfig, Zamba2Config):
     """Zamba2Config with `grafts` (graft.py says what an entry holds)."""
 
     model_type = "zamba2_hybrid"
 
     grafts: list | None = None
-
-    def __post_init__(self, **kwargs: Any) -> None:
-        super().__post_init__(**kwargs)
-        complete_config(self, "zamba2")
 
 
 class Zamba2HybridModel(StockBackbone, Zamba2Model):

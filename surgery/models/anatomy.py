@@ -122,7 +122,13 @@ class Anatomy:
 
 def anatomy(model: Any) -> Anatomy:
     """Find a model's blocks, mixers and heads. Raises UserError if its layout is in none of SLOTS."""
-    blocks = blocks_of(model)
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # through PEFT's wrapper
+    if getattr(inner.config, "is_encoder_decoder", False):
+        raise _unknown(inner, "it has an encoder")
+    held = (descend(inner.base_model, path) for path in BLOCKS)
+    blocks = next((tuple(each) for each in held if isinstance(each, nn.ModuleList) and len(each)), None)
+    if blocks is None:
+        raise _unknown(inner, f"its blocks are under none of {', '.join(BLOCKS)}")
     mixers: list[MixerPlace] = []
     for layer, block in enumerate(blocks):
         found = [(kind, outs, module) for path, kind, outs in SLOTS if (module := descend(block, path)) is not None]
@@ -141,19 +147,6 @@ def anatomy(model: Any) -> Anatomy:
     if not mixers:
         raise _unknown(model, "no layer has a mixer")
     return Anatomy(blocks, tuple(mixers))
-
-
-def blocks_of(model: Any) -> tuple[nn.Module, ...]:
-    """A model's blocks, through PEFT's wrapper. Raises UserError if they are under none of BLOCKS."""
-    if hasattr(model, "get_base_model"):
-        model = model.get_base_model()
-    if getattr(model.config, "is_encoder_decoder", False):
-        raise _unknown(model, "it has an encoder")
-    for path in BLOCKS:
-        blocks = descend(model.base_model, path)
-        if isinstance(blocks, nn.ModuleList) and len(blocks):
-            return tuple(blocks)
-    raise _unknown(model, f"its blocks are under none of {', '.join(BLOCKS)}")
 
 
 def _measure(model: Any, layer: int, kind: Kind | None, outs: tuple[str, ...], module: Any, first: int) -> MixerPlace | None:

@@ -58,7 +58,7 @@ def packages(monkeypatch: pytest.MonkeyPatch) -> None:
         def run(*args: Any, operator: Any = operation.operator, name: str = name) -> Any:
             return operator(*args, backend=name)
 
-        there = dataclasses.replace(operation.backends[name], run=run, refuses=lambda *_: None, probed=False)
+        there = dataclasses.replace(operation.backends[name], run=run, refuses=lambda *_: None, device=None, probed=False)
         monkeypatch.setitem(operation.backends, name, there)
     for module in (ssd, conv, attention):
         monkeypatch.setattr(module, "on_gpu", lambda _: True)
@@ -134,8 +134,8 @@ def test_a_run_compiles_few_variants_of_the_attention(monkeypatch):
         monkeypatch.setattr(attention_triton, name, kernel)
     tools = {"next_power_of_2": lambda n: 1 << (n - 1).bit_length(), "cdiv": lambda n, by: -(-n // by)}
     monkeypatch.setattr(attention_triton, "triton", SimpleNamespace(**tools))
-    there = dataclasses.replace(ATTEND.backends["triton"], run=attend_triton, refuses=lambda *_: None, probed=False)
-    monkeypatch.setitem(ATTEND.backends, "triton", there)
+    there = {"run": attend_triton, "refuses": lambda *_: None, "device": None, "probed": False}
+    monkeypatch.setitem(ATTEND.backends, "triton", dataclasses.replace(ATTEND.backends["triton"], **there))
     for module in (ssd, conv, attention):
         monkeypatch.setattr(module, "on_gpu", lambda _: True)
     hybrid = make_hybrid(256, 4, (1, 2, 3, 4), num_heads=8, head_dim=64, state_size=128)

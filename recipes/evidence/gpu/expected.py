@@ -62,8 +62,8 @@ def with_packages() -> None:
         def run(*args: Any, operator: Any = operation.operator, name: str = name) -> Any:
             return operator(*args, backend=name)
 
-        there = dataclasses.replace(operation.backends[name], run=run, refuses=lambda *_: None, probed=False)
-        operation.backends[name] = there
+        options = {"run": run, "refuses": lambda *_: None, "device": None, "probed": False}
+        operation.backends[name] = dataclasses.replace(operation.backends[name], **options)
     for module in (ssd, conv, attention):
         module.on_gpu = lambda _: True  # type: ignore[attr-defined]
     F.rms_norm = lambda x, *_: Norm.apply(x)  # type: ignore[assignment]
