@@ -8,7 +8,7 @@ from surgery.locating.ablation import Unit, convolutions
 from surgery.locating.circuit import draw_circuit
 from surgery.locating.locate import locate
 from surgery.models.anatomy import anatomy
-from surgery.records.ranking import Ranking
+from surgery.records.ranking import Circuit, Edge, Estimate, GroupScore, Ranking, Roles
 from surgery.records.recipe import Locate
 from surgery.splicing.splice import adopt
 from tests.surgery.locating.planted import KINDS, ask, plant, tokenizer
@@ -80,6 +80,35 @@ def test_a_circuit_is_drawn(found):
     texts = " ".join(text.get_text() for text in figure.axes[0].texts)
     assert all(name in texts for name in (*ranking.circuit.gather, *ranking.circuit.aggregate))
     assert draw_circuit(find("nothing", 0)[0]) is None
+
+
+@pytest.mark.parametrize("units", [(0, 1), (1, 2), (4, 4), (7, 7)])
+def test_nothing_of_a_drawn_circuit_touches(units):
+    gather, aggregate = ([f"L{layer}.H{head}" for head in range(count)] for layer, count in enumerate(units))
+    one = Estimate(mean=1, low=1, high=1, n=9)
+    roles = Roles(everywhere=one, query=one, evidence=one, spans=one, elsewhere=one, role="both")
+    edges = tuple(Edge(source=a, target=b, share=1) for a in gather for b in aggregate)
+    ranking = Ranking(
+        heads=(),
+        groups=tuple(GroupScore(name=name, sites=(), roles=roles) for name in gather + aggregate),
+        circuit=Circuit(gather=tuple(gather), aggregate=tuple(aggregate), edges=edges, sentence="They retrieve. " * 20),
+        probe="kv",
+        accuracy=one,
+        chance=0.1,
+        loss=1,
+        questions=9,
+    )
+    figure = draw_circuit(ranking)
+    figure.set_dpi(150)  # as it is saved, not as it was drawn
+    figure.draw_without_rendering()
+    (axis,) = figure.axes
+    texts = [text.get_window_extent() for text in axis.texts if text.get_text()]
+    boxes = [patch.get_window_extent() for patch in axis.patches]
+    arrows = [text.arrow_patch.get_window_extent() for text in axis.texts if getattr(text, "arrow_patch", None)]
+    assert len(arrows) == min(4, units[0]) * min(4, units[1])
+    assert not any(a.overlaps(b) for i, a in enumerate(texts) for b in texts[:i])
+    assert not any(arrow.overlaps(box) for arrow in arrows for box in boxes)
+    assert all(figure.bbox.contains(*corner) for each in (*texts, *boxes) for corner in each.corners())
 
 
 def test_names_of_units_are_distinct():
