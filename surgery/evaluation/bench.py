@@ -19,11 +19,10 @@ from transformers import PreTrainedTokenizerBase
 from surgery.errors import UserError
 from surgery.evaluation.controls import PREFIX, describe_model, fit_copy_cache, is_control
 from surgery.evaluation.costs import measure_costs
-from surgery.evaluation.gate import measure_on_text
 from surgery.evaluation.lm_eval import harness_measurements
 from surgery.evaluation.statistics import corrected, detectable, difference, estimate, p_value, share_closed
 from surgery.evaluation.suites import TEXT_SHARE, Given, Measurement, digest, measurements, twice
-from surgery.evaluation.texts import open_held_out
+from surgery.evaluation.texts import measure_on_text, open_held_out
 from surgery.evaluation.verdict import judge, main_measurement
 from surgery.modeling import family_of
 from surgery.models.digests import fingerprint

@@ -9,9 +9,8 @@ from transformers.utils import cached_file
 from surgery.runtime.files import write_text
 
 CONFIG = "tokenizer_config.json"
-UNKNOWN = (
-    "TokenizersBackend"  # transformers 5 writes this for a tokenizer without a class of its own; version 4 does not know it
-)
+# transformers 5 writes this for a tokenizer without a class of its own; version 4 does not know it.
+UNKNOWN = "TokenizersBackend"
 COMMON = "PreTrainedTokenizerFast"  # the same, and both know it
 
 
@@ -22,15 +21,12 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     if not path.exists():
         return
     settings = json.loads(path.read_text(encoding="utf-8"))
-    named = _class_named_by(tokenizer.name_or_path) or settings.get("tokenizer_class")
+    named = settings.get("tokenizer_class")
+    try:  # the file that it was read from, if that is here
+        name = tokenizer.name_or_path
+        source = cached_file(name, CONFIG, local_files_only=True, _raise_exceptions_for_missing_entries=False)
+        named = (source and json.loads(Path(source).read_text(encoding="utf-8")).get("tokenizer_class")) or named
+    except (OSError, ValueError, AttributeError):
+        pass
     settings["tokenizer_class"] = COMMON if named in (None, UNKNOWN) else named
     write_text(path, json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
-
-
-def _class_named_by(source: str) -> str | None:
-    """The class in the file that a tokenizer was read from, if that is here."""
-    try:
-        path = cached_file(source, CONFIG, local_files_only=True, _raise_exceptions_for_missing_entries=False)
-        return None if path is None else json.loads(Path(path).read_text(encoding="utf-8")).get("tokenizer_class")
-    except (OSError, ValueError, AttributeError):
-        return None

@@ -76,8 +76,14 @@ class StockBackbone(GraftedModel):
             cache = DynamicCache(config=self.config)
         cache = self.with_room(cache)  # before its length is asked, which only keys know
         if mask is not None:
-            position_ids = self.count(mask, tokens.shape[1]) if position_ids is None else position_ids
-            check_alone(mask, tokens.shape[1])
+            new = tokens.shape[1]
+            if position_ids is None:  # how many tokens that exist stand before each
+                position_ids = (mask.long().cumsum(-1) - 1).clamp_min(0)[:, -new:]
+            if new == 1 and not is_tracing(mask) and not bool(mask[:, -1].all()):
+                # Stock models read such a token as if it existed.
+                raise ValueError(
+                    "a token that is padding cannot be read alone: leave it out, or read it together with other tokens"
+                )
         elif position_ids is None:
             seen = 0 if cache is None else cache.get_seq_length()
             position_ids = (torch.arange(tokens.shape[1], device=tokens.device) + seen)[None]
@@ -90,10 +96,6 @@ class StockBackbone(GraftedModel):
             use_cache=use_cache,
             **kwargs,
         )
-
-    def count(self, mask: Tensor, new: int) -> Tensor:
-        """The positions of the last `new` tokens of mask (b, s): how many tokens that exist stand before each."""
-        return (mask.long().cumsum(-1) - 1).clamp_min(0)[:, -new:]
 
     def read_apart(self: Any, packing: Packing, tokens: Tensor, name: str, options: dict[str, Any]) -> Any:
         """The output for packed rows, of documents that were read as rows of their own. Padding behind them changes nothing, as
@@ -118,9 +120,3 @@ class StockBackbone(GraftedModel):
                 parts, rest = rest[:count], rest[count:]
                 output[kind] = tuple(part.flatten(0, 1) if kind == "router_logits" else part for part in parts)
         return output if options.get("return_dict") is not False else output.to_tuple()
-
-
-def check_alone(mask: Tensor, new: int) -> None:
-    """Raise ValueError for a single token that is padding in some row: stock models read such a token as if it existed."""
-    if new == 1 and not is_tracing(mask) and not bool(mask[:, -1].all()):
-        raise ValueError("a token that is padding cannot be read alone: leave it out, or read it together with other tokens")

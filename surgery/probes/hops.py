@@ -28,18 +28,18 @@ class TwoHops:
 
     def questions(self, n: int, seed: int) -> list[Question]:
         rng = random.Random(f"two hops {self.pairs} {seed}")
-        return [self._question(rng) for _ in range(n)]
-
-    def _question(self, rng: random.Random) -> Question:
-        words = rng.sample(key_words(self.keys, 2 * self.pairs), 2 * self.pairs)
-        keys, between = words[: self.pairs], words[self.pairs :]
-        numbers = [str(number) for number in rng.sample(range(MOST_PAIRS), self.pairs)]
-        entries = [*zip(keys, between, strict=True), *zip(between, numbers, strict=True)]
-        chosen = rng.randrange(self.pairs)
-        order = rng.sample(range(2 * self.pairs), 2 * self.pairs)
-        prompt, spans = with_spans(OPENING, (":".join(entries[i]) + "\n" for i in order))
-        prompt += f"The value of the value of the key '{keys[chosen]}' is"
-        return Question(prompt, tuple(numbers), chosen, spans, order.index(self.pairs + chosen))
+        questions = []
+        for _ in range(n):
+            words = rng.sample(key_words(self.keys, 2 * self.pairs), 2 * self.pairs)
+            keys, between = words[: self.pairs], words[self.pairs :]
+            numbers = [str(number) for number in rng.sample(range(MOST_PAIRS), self.pairs)]
+            entries = [*zip(keys, between, strict=True), *zip(between, numbers, strict=True)]
+            chosen = rng.randrange(self.pairs)
+            order = rng.sample(range(2 * self.pairs), 2 * self.pairs)
+            prompt, spans = with_spans(OPENING, (":".join(entries[i]) + "\n" for i in order))
+            prompt += f"The value of the value of the key '{keys[chosen]}' is"
+            questions.append(Question(prompt, tuple(numbers), chosen, spans, order.index(self.pairs + chosen)))
+        return questions
 
 
 PROBE = TwoHops

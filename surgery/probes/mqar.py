@@ -35,16 +35,16 @@ class MQAR:
 
     def questions(self, n: int, seed: int) -> list[Question]:
         rng = random.Random(f"mqar {self.pairs} {self.queries} {seed}")
-        return [self._question(rng) for _ in range(n)]
-
-    def _question(self, rng: random.Random) -> Question:
-        chosen = rng.sample(key_words(self.keys, 2 * self.pairs), 2 * self.pairs)
-        keys, values = chosen[: self.pairs], chosen[self.pairs :]
-        lines = [f"{key} {value}\n" for key, value in zip(keys, values, strict=True)]
-        prompt, spans = with_spans("", lines)
-        *answered, last = rng.sample(range(self.pairs), self.queries)
-        prompt += "\n" + "".join(lines[i] for i in answered) + keys[last]
-        return Question(prompt, tuple(f" {value}" for value in values), last, spans, last)
+        questions = []
+        for _ in range(n):
+            chosen = rng.sample(key_words(self.keys, 2 * self.pairs), 2 * self.pairs)
+            keys, values = chosen[: self.pairs], chosen[self.pairs :]
+            lines = [f"{key} {value}\n" for key, value in zip(keys, values, strict=True)]
+            prompt, spans = with_spans("", lines)
+            *answered, last = rng.sample(range(self.pairs), self.queries)
+            prompt += "\n" + "".join(lines[i] for i in answered) + keys[last]
+            questions.append(Question(prompt, tuple(f" {value}" for value in values), last, spans, last))
+        return questions
 
 
 PROBE = MQAR

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin
 
 import pydantic
 import yaml
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from surgery.errors import UserError, did_you_mean
 from surgery.records.record import Record
@@ -45,9 +45,10 @@ Names = Annotated[tuple[str, ...], BeforeValidator(_several)]
 AUTO: Any = Field(union_mode="left_to_right")
 
 
-def check_probe(name: str) -> None:
-    """Raises ValueError for a probe that there is not."""
+def check_probe(name: str) -> str:
+    """The name. Raises ValueError for a probe that there is not."""
     _check_known(name, "probe", list_modules("probes", "PROBE"))
+    return name
 
 
 def _check_known(name: str, kind: str, known: dict[str, str]) -> None:
@@ -58,7 +59,7 @@ def _check_known(name: str, kind: str, known: dict[str, str]) -> None:
 class Locate(Record):
     """How the heads of a model are ranked. Choose a probe at which the base is neither perfect nor at chance."""
 
-    probe: str = "kv"
+    probe: Annotated[str, AfterValidator(check_probe)] = "kv"
     """A probe by name (`surgery list probes`)."""
     options: dict[str, Any] = Field(default_factory=lambda fields: {"pairs": 32} if fields.get("probe") == "kv" else {})
     """The probe's options. For kv: 32 pairs."""
@@ -70,11 +71,6 @@ class Locate(Record):
     """How many leading heads are ablated by position in the text, which tells gather heads from aggregate heads."""
     batch_size: Rows = 32
     """Questions in a forward pass."""
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        check_probe(self.probe)
-        return self
 
 
 class PlanOptions(Record):

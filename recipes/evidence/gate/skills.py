@@ -22,9 +22,8 @@ from gate import BASES, ROOT, SEEDS, TUNE
 from torch import Tensor, nn
 
 import surgery
-from surgery.evaluation.gate import measure_on_text
 from surgery.evaluation.statistics import estimate
-from surgery.evaluation.texts import open_held_out
+from surgery.evaluation.texts import measure_on_text, open_held_out
 from surgery.modeling.graft import Graft
 from surgery.planning.calibrate import read_matches
 from surgery.probes import make_probe

@@ -17,9 +17,8 @@ from typing import Any
 import numpy as np
 
 import surgery
-from surgery.evaluation.gate import measure_on_text
 from surgery.evaluation.statistics import difference, estimate
-from surgery.evaluation.texts import by_document, open_held_out, token_losses
+from surgery.evaluation.texts import by_document, measure_on_text, open_held_out, token_losses
 from surgery.probes import make_probe
 from surgery.probes.encoded import encode
 from surgery.probes.kv import ask_value

@@ -10,9 +10,8 @@ from surgery.evaluation import bench as bench_module
 from surgery.evaluation.bench import bench
 from surgery.evaluation.controls import CONTROLS, CopyCache, describe_model, find_followers, fit_copy_cache, is_control
 from surgery.evaluation.costs import cache_bytes, measure_costs, read_context
-from surgery.evaluation.gate import measure_on_text
 from surgery.evaluation.suites import SUITES, Given, measurements, twice
-from surgery.evaluation.texts import HeldOutText, open_held_out, token_losses
+from surgery.evaluation.texts import HeldOutText, measure_on_text, open_held_out, token_losses
 from surgery.evaluation.verdict import main_measurement
 from surgery.models.digests import fingerprint
 from surgery.records.plan import Plan, Start
