@@ -23,7 +23,7 @@ def rows() -> Iterator[list[str]]:
     """One line a base: before and after, and the control that does best."""
     yield ["base", "what became of it", *COLUMNS.values(), "KL on text", "best control with 64 pairs"]
     yield ["---"] * (len(COLUMNS) + 4)
-    for path in sorted(HERE.glob("*.json")):
+    for path in sorted(HERE.glob("tiny-*.json")):
         report = Report.read(path)
         before, after, control = report.base.results, report.main.results, report.models[report.best_control() or "base"]
         changes = [f"{figure(before[name])} → {figure(after[name])}" for name in COLUMNS]
