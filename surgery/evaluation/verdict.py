@@ -15,6 +15,7 @@ BOUND, BOUND_OF_LOSS = 0.02, 0.01  # what counts as lost: accuracy, and nats per
 HALF = 0.5  # of what was missing: a "yes" that stays below it is not the last word
 CEILING = 0.98  # an accuracy above which hardly anything is left to gain
 ORDER = ("kv", "kv_unseen", "bigrams", "needle", "multiple_choice")  # what a verdict is about, the first that was measured
+MUCH = 0.1  # of the tokens of text, on which a graft acts; plan.share is 0.01 by default
 MOST = 4  # measurements in a sentence
 
 
@@ -60,7 +61,7 @@ def judge(
         answer = "not judged"
         sentence = f"Not to be judged: the base is at chance on {asked.label}, so what it cannot do was not edited; {compared}."
     details = [_said_of_controls(controls, asked, measurement), _said_of_losses(measurements, base, model, losses, answer)]
-    details += [_said_of_price(base, model), model.on_text.sentence() if model.on_text is not None else ""]
+    details += [_said_of_price(base, model), _said_of_text(model)]
     far = answer == "yes" and share is not None and share.high < HALF
     advice = _advise(measurements, models, name, measurement, answer) if answer != "yes" or far else ""
     return Verdict(
@@ -143,6 +144,16 @@ def _said_of_price(base: ModelReport, model: ModelReport) -> str:
     return (
         f"Price after {after.context:,} tokens: a cache of {size(after.cache_bytes)} (base {size(before.cache_bytes)}), {time} "
         f"[{token.low:.2f}, {token.high:.2f}]."
+    )
+
+
+def _said_of_text(model: ModelReport) -> str:
+    said = model.on_text.sentence() if model.on_text is not None else ""
+    if model.on_text is None or model.on_text.acts is None or not MUCH < model.on_text.acts.mean < 1:
+        return said
+    return (
+        f"{said} That is much more text than plan.share asks for: plan.keep_skills=true makes null keys that stay closed on "
+        "text, and fewer heads (plan.heads) act on less."
     )
 
 

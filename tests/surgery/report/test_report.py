@@ -5,6 +5,7 @@ from html.parser import HTMLParser
 
 import pytest
 
+from surgery.evaluation.verdict import judge
 from surgery.records.plan import Start
 from surgery.records.ranking import Circuit, Edge, Estimate, HeadScore, Ranking, Roles
 from surgery.records.record import Provenance
@@ -174,6 +175,14 @@ def test_a_gate_in_a_sentence():
     assert "bit for bit" in OnText(**fields, acts=estimate(0.01), change_before=0.0).sentence()
     assert "bit for bit" not in OnText(**fields, acts=estimate(0.01), change_before=0.5).sentence()
     assert "every token" in OnText(**fields, acts=Estimate(mean=1, low=1, high=1, n=8), change_before=0.0).sentence()
+
+
+@pytest.mark.parametrize(("acts", "told"), [(0.01, False), (0.59, True), (1.0, False)])
+def test_a_graft_that_acts_on_much_text_is_told(acts, told):
+    seen = OnText(kl=estimate(0.001), documents=8, tokens=64, untouched=0, acts=estimate(acts), change_before=0.0)
+    made = make_report(tuned=model("2 located heads, tuned", "hybrid", 0.9, on_text=seen))
+    verdict = judge(made.measurements, made.models, "tuned", "kv.64", None)
+    assert ("plan.keep_skills=true" in " ".join(verdict.details)) == told
 
 
 def test_files_of_a_report(tmp_path):
