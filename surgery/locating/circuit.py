@@ -14,7 +14,7 @@ LEAST = 0.05  # shares below it are not drawn
 # In inches, as all places here are, so that nothing moves with the resolution:
 WIDTH, MARGIN, LINE = 7.2, 0.2, 0.165
 BETWEEN, MORE = 1.3, 0.05  # the rows, and for each arrow
-LABEL = (0.18, 0.085)  # half of the room of a label
+LABEL = (0.22, 0.1)  # half of the room of a label
 SPOTS = [0.12 + 0.02 * i for i in range(36)]  # of the way to its target, where an arrow's label may stand
 
 
@@ -113,7 +113,8 @@ def _draw_edges(
         """How many arrows and labels stand in the way of a label; as good as none, the one nearest to the middle."""
         x, y = at(number, t), high - t * depth
         others = [sorted((at(other, t - near), at(other, t + near))) for other in range(len(edges)) if other != number]
-        lines = sum(left < x + LABEL[0] and right > x - LABEL[0] for left, right in others)
+        away = [max(left - x, x - right) / LABEL[0] for left, right in others]
+        lines = sum((each < 1) + 0.3 * (each < 2) for each in away)
         return lines + 3 * sum(abs(x - a) < 2 * LABEL[0] and abs(y - b) < 2 * LABEL[1] for a, b in labels) + abs(t - 0.4) / 9
 
     for number, edge in enumerate(edges):
