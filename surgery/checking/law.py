@@ -290,9 +290,7 @@ class WideCasts(TorchFunctionMode):
 class Narrow(TorchDispatchMode):
     """Notes whether anything is computed in less than float64."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen = False
+    seen = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))

@@ -146,17 +146,13 @@ def document(rng: random.Random, *, held_out: bool, sentences: int = 12, facts_s
         if rng.random() < facts_share:
             fact = rng.choice(facts())
             told.append(f"{fact.prompt(rng.choice(fact.templates(held_out)))} {fact.value}.")
-        else:
-            told.append(narrative_sentence(rng, held_out))
+            continue
+        while True:  # until a sentence is of this split
+            p, q = rng.sample(PEOPLE, 2)
+            shape, time, place = rng.choice(SHAPES), rng.choice(TIMES), rng.choice(PLACES)
+            verb, adj, thing, mood = rng.choice(VERBS), rng.choice(ADJECTIVES), rng.choice(THINGS), rng.choice(MOODS)
+            sentence = shape.format(p=p, q=q, time=time, place=place, verb=verb, adj=adj, thing=thing, mood=mood)
+            if is_held_out(sentence) == held_out:
+                break
+        told.append(sentence)
     return " ".join(told)
-
-
-def narrative_sentence(rng: random.Random, held_out: bool) -> str:
-    """A sentence that states no fact, of one split."""
-    while True:
-        p, q = rng.sample(PEOPLE, 2)
-        shape, time, place = rng.choice(SHAPES), rng.choice(TIMES), rng.choice(PLACES)
-        verb, adj, thing, mood = rng.choice(VERBS), rng.choice(ADJECTIVES), rng.choice(THINGS), rng.choice(MOODS)
-        sentence = shape.format(p=p, q=q, time=time, place=place, verb=verb, adj=adj, thing=thing, mood=mood)
-        if is_held_out(sentence) == held_out:
-            return sentence

@@ -14,10 +14,10 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from surgery.errors import UserError
 from surgery.runtime.processes import is_main
@@ -117,7 +117,7 @@ def _check_writable(folder: Path) -> None:
         raise UserError(f"cannot write to {folder}: {error.strerror}") from error
 
 
-class OutputFolder:
+class OutputFolder(AbstractContextManager["OutputFolder"]):
     """A folder that one command writes to; made by open_output, used within a `with`."""
 
     def __init__(self, path: Path, lock: int | None, *, new: bool = False, empty: bool = False):
@@ -126,9 +126,6 @@ class OutputFolder:
         self._files: dict[str, str] = {}
         self._made_by: dict[str, str] = {}
         self._open: list[str] = []
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._lock is None:

@@ -6,9 +6,9 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 from surgery.errors import UserError
 
@@ -52,7 +52,7 @@ def on_main(work: Callable[[], T]) -> T:
     return result
 
 
-class FreshPython:
+class FreshPython(AbstractContextManager["FreshPython"]):
     """A script in a Python process of its own, outside the current folder and without the Hub.
 
     It starts at once, so that its imports run beside other work; within a `with`, at whose end it is ended.
@@ -83,9 +83,6 @@ class FreshPython:
             lines = errors.decode(errors="replace").strip().splitlines()
             raise UserError(f"a fresh Python process failed: {lines[-1] if lines else f'status {self._process.returncode}'}")
         return output
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *error: object) -> None:
         if self._process.poll() is None:

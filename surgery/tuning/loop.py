@@ -159,7 +159,13 @@ class Run:
         )
         losses = Losses(model, teacher, weights, torch.bfloat16 if half else None)
         self.close = losses.close
-        optimizer = torch.optim.AdamW(_groups(trained), lr=options.learning_rate, betas=(0.9, 0.95))
+        # Matrices and filters decay; what has one number for each head does not, and neither does A_log, although it is a
+        # matrix in Mamba-1: decay would pull the time scales of the state to 1. Mamba's own code makes the same exceptions.
+        decays = {key: p for key, p in trained.items() if p.ndim >= 2 and not key.endswith("A_log")}
+        others = [p for key, p in trained.items() if key not in decays]
+        groups = [{"params": [*decays.values()], "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}]
+        groups = [group for group in groups if group["params"]]
+        optimizer = torch.optim.AdamW(groups, lr=options.learning_rate, betas=(0.9, 0.95))
         placed = getattr(model, "hf_device_map", None) is None  # otherwise accelerate's hooks know where it belongs
         self.losses = self.accelerator.prepare_model(losses, device_placement=placed)
         self.optimizer = self.accelerator.prepare_optimizer(optimizer)
@@ -325,17 +331,6 @@ class Run:
         tensors = load_file(Path(folder) / WEIGHTS)
         for key, p in self.trained.items():
             p.copy_(tensors[key])
-
-
-def _groups(trained: dict[str, nn.Parameter]) -> list[dict[str, Any]]:
-    """Parameter groups. Matrices and filters decay; what has one number for each head does not, and neither does A_log,
-    although it is a matrix in Mamba-1: decay would pull the time scales of the state to 1. Mamba's own code makes the same
-    exceptions."""
-    decays = [p for key, p in trained.items() if p.ndim >= 2 and not key.endswith("A_log")]
-    ids = {id(p) for p in decays}
-    others = [p for p in trained.values() if id(p) not in ids]
-    groups = [{"params": decays, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]
 
 
 def checkpoints(folder: Path) -> list[Path]:
