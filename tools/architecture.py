@@ -36,6 +36,7 @@ ROWS = {
     "words": "words of docs and README",
     "start_modules": "modules imported by `surgery --help`",
     "functions": "functions of ours called in one pass",
+    "with_classes": "the same with bodies of classes",
     "path_files": "files that these stand in",
     "depth": "deepest stack of ours",
 }
@@ -71,8 +72,7 @@ def profile(frame, event, argument):
         return
     DEPTH += 1 if event == "call" else -1  # a generator returns when it yields
     DEEPEST = max(DEEPEST, DEPTH)
-    # Neither lambdas and comprehensions, nor the body of a class, which runs when its module is imported.
-    if event == "call" and not frame.f_code.co_name.startswith("<") and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+    if event == "call" and not frame.f_code.co_name.startswith("<"):  # neither modules nor lambdas and comprehensions
         CALLED.add(frame.f_code)
 
 import torch
@@ -98,8 +98,11 @@ with tempfile.TemporaryDirectory() as out:
         walk(Path(out))
     finally:
         sys.setprofile(None)
-places = {(FILES[code], code.co_firstlineno, code.co_name) for code in CALLED}
-print(json.dumps({"functions": len(places), "path_files": len({file for file, *_ in places}), "depth": DEEPEST}))
+both = {(FILES[code], code.co_firstlineno, code.co_name) for code in CALLED}
+# The body of a class runs when its module is imported.
+places = {(FILES[code], code.co_firstlineno, code.co_name) for code in CALLED if code.co_flags & inspect.CO_OPTIMIZED}
+found = {"functions": len(places), "with_classes": len(both), "path_files": len({file for file, *_ in places})}
+print(json.dumps(found | {"depth": DEEPEST}))
 """
 
 
@@ -163,7 +166,8 @@ def fill_page(page: str, record: dict[str, Any]) -> str:
     """The page with the record's table between its marks: a column for each version."""
     lines = [f"| | {' | '.join(record)} |", "|---|" + "---|" * len(record)]
     for key, about in ROWS.items():
-        lines.append(f"| {about} | " + " | ".join(f"{values[key]:,.0f}" for values in record.values()) + " |")
+        cells = [f"{values[key]:,.0f}" if key in values else "-" for values in record.values()]
+        lines.append(f"| {about} | {' | '.join(cells)} |")
     table = "\n".join([BEGIN, "", *lines, "", END])
     return re.sub(f"{re.escape(BEGIN)}.*?{re.escape(END)}", lambda _: table, page, flags=re.DOTALL)
 
@@ -181,7 +185,8 @@ def main() -> None:
         print(f"{about:50} {measured[key]:8,.0f}")
     if given.write:
         record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
-        record[given.version] = measured
+        record = {version: values for version, values in record.items() if version != given.version} | {given.version: measured}
+        record = dict(sorted(record.items(), key=lambda each: each[0] == "now"))  # which is the last column
         RECORD.parent.mkdir(parents=True, exist_ok=True)
         RECORD.write_text(json.dumps(record, indent=2) + "\n")
         PAGE.write_text(fill_page(PAGE.read_text(encoding="utf-8"), record), encoding="utf-8")
