@@ -158,7 +158,9 @@ def _tune(models: dict[str, Any], name: str, tokenizer: Any, recipe: Recipe, out
         options = options.model_copy(update={"learning_rate": min(options.learning_rate, SLOW_RATE)})
     with output.folder(f"tuning/{name}", settings) as folder:
         on_main(lambda: None)  # nobody looks into the folder before it is ready
-        tune(models[name], tokenizer, options, recipe.data, seed=recipe.seed, folder=folder, name=name, teacher=teacher)
+        log = tune(models[name], tokenizer, options, recipe.data, seed=recipe.seed, folder=folder, name=name, teacher=teacher)
+    if options.steps != "auto":  # else tune says what became of it
+        say(f"tuning {name}: {len(log.steps)} steps")
 
 
 def _finish(
@@ -187,6 +189,7 @@ def _finish(
             recipe=recipe.public(),
             trained=counts,
         )
+    say(f"bench: {len(report.models)} models in {len(report.measurements)} measurements")
     check_export(models[MAIN], "hf", verify, report)
     with output.new_folder("hybrid") as folder:
         write_export(

@@ -13,6 +13,7 @@ from surgery.models.load import load
 from surgery.records.recipe import read_recipe, recipe_text
 from surgery.records.report import Report
 from surgery.runtime.files import open_output
+from surgery.tuning.loop import TuningLog
 from tests.surgery.exporting.folders import InProcess
 
 ROOT = Path(__file__).parents[2]
@@ -51,8 +52,12 @@ def stages():
 
 @pytest.fixture(scope="module")
 def ran(place, stages):
-    """The folder of a finished run."""
-    pipeline.run(make_recipe(place), place / "out")
+    """The folder of a finished run, which said a line after each stage and control."""
+    said = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipeline, "say", said.append)
+        pipeline.run(make_recipe(place), place / "out")
+    assert [line.partition(":")[0] for line in said] == ["locate", "plan", "tuning tuned", "tuning control_same_layer", "bench"]
     assert stages == ["locate", "choose", "tune", "tune", "bench", "write_export"]
     return place / "out"
 
@@ -81,7 +86,7 @@ def test_what_is_done_is_done_again_from_the_stage_on_whose_settings_changed(ran
 @pytest.mark.parametrize(("name", "rate"), [("tuned", 0.01), ("control_tuned", 0.002), ("control_same_layer", 0.01)])
 def test_weights_of_the_base_learn_at_a_rate_of_their_own(place, tmp_path, monkeypatch, name, rate):
     rates = []
-    monkeypatch.setattr(pipeline, "tune", lambda *given, **named: rates.append(given[2].learning_rate))
+    monkeypatch.setattr(pipeline, "tune", lambda *given, **named: rates.append(given[2].learning_rate) or TuningLog())
     with open_output(tmp_path / "out") as output:
         pipeline._tune({"base": None, name: None}, name, None, make_recipe(place, "tune.learning_rate=0.01"), output, {})
     assert rates == [rate]
