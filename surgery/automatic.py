@@ -1,14 +1,19 @@
 """`surgery run MODEL`: a recipe chosen from a first look, and what a recipe takes in time and memory."""
 
 import json
+import shlex
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from surgery.errors import UserError
 from surgery.look import Look, cache_folder
 from surgery.records.recipe import TOY, Recipe, apply_settings, make_recipe
+from surgery.records.report import Report
 from surgery.runtime.files import file_digest, read_text, write_text
 from surgery.runtime.progress import duration, size
+from surgery.tuning.loop import STATE, checkpoints
+from surgery.tuning.stopping import PATIENCE
 
 HELD_OUT = 10  # of a text, the last part of so many is measured on
 LARGEST = 64  # pairs of a dictionary in training examples and in bench
@@ -69,6 +74,28 @@ def divide_text(text: Path) -> tuple[Path, Path]:
     write_text(train, whole[:middle])
     write_text(held_out, whole[middle:])
     return train, held_out
+
+
+def go_on(recipe: Recipe, report: Report, out: Path, trust_remote_code: bool = False) -> str:
+    """The command that goes on from a finished run in `out`, and why: longer where the loss still fell when tuning ended, with
+    more heads where little was gained; nothing otherwise."""
+    plan, heads = recipe.plan, sum(len(site.heads) for site in report.main.sites)
+    if recipe.tune.steps == "auto" and _still_fell(out / "tuning" / report.verdict.model):
+        why, setting = "The loss still fell when tuning ended; more steps", f"tune.max_steps={2 * recipe.tune.max_steps}"
+    elif "plan.heads" in report.verdict.advice and heads and plan.sites is None:
+        more = plan.max_heads * (1 + (heads >= plan.max_heads)) if plan.heads == "auto" else 2 * plan.heads
+        why, setting = "There is more to gain, maybe with more heads", f"plan.heads={more}"
+    else:
+        return ""
+    other = next(path for number in count(2) if not (path := out.with_name(f"{out.name}-{number}")).exists())
+    words = ["surgery", "run", str(out / "recipe.yaml"), "--set", setting, "--out", str(other)]
+    return f"{why}: {shlex.join([*words, *(['--trust-remote-code'] if trust_remote_code else [])])}"
+
+
+def _still_fell(folder: Path) -> bool:
+    """Whether a tuning with tune.steps=auto ended because it had taken the most steps."""
+    state = json.loads(read_text(checkpoints(folder)[-1] / STATE))
+    return state["watcher"]["since"] < PATIENCE
 
 
 class Estimate(NamedTuple):

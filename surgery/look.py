@@ -17,7 +17,7 @@ import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.errors import UserError
-from surgery.evaluation.costs import cache_bytes, read_context
+from surgery.evaluation.costs import cache_bytes, now, read_context
 from surgery.evaluation.statistics import estimate
 from surgery.evaluation.texts import open_held_out, token_losses
 from surgery.models.digests import fingerprint
@@ -73,7 +73,7 @@ class Held(Record):
 class Look(Record):
     """What a first look saw."""
 
-    schema_version: int = 3
+    schema_version: int = 4
     toolkit: str
     fingerprint: str
     model: str
@@ -100,7 +100,7 @@ class Look(Record):
     """That of guessing among all tokens."""
     held: tuple[Held, ...]
     tokens_per_second: float
-    """Of a forward pass, for estimates."""
+    """Of a forward pass, for estimates; by evaluation.costs.now, as it is kept and may have been measured at a busy moment."""
     worth: bool
     verdict: str
 
@@ -169,7 +169,7 @@ def _measure(model: Any, tokenizer: Any, text: str | Path | None, name: str, pri
         rows, _ = held_out.rows(WINDOWS, WINDOW)
     editable, heads, why_not = _what_can_be_edited(adopted)
     facts = TOY if is_toy_tokenizer(tokenizer) else "capitals"
-    begun, asked = time.monotonic(), 0
+    begun, asked = now(adopted.device), 0
     retrieval: dict[int, Score] = {}
     for pairs in bar(PAIRS, "looking"):
         questions = make_probe("kv", tokenizer, pairs=pairs).questions(MOST, SEED + seed)
@@ -177,7 +177,7 @@ def _measure(model: Any, tokenizer: Any, text: str | Path | None, name: str, pri
         asked += retrieval[pairs].accuracy.n * len(tokenizer(questions[0].prompt)["input_ids"])
         if retrieval[pairs].at_chance:
             break
-    speed = asked / (time.monotonic() - begun)
+    speed = asked / (now(adopted.device) - begun)
     skills = {}
     for skill in SKILLS:
         questions = make_probe(skill, tokenizer, source=facts).questions(MOST, SEED + seed)

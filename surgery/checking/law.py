@@ -106,7 +106,7 @@ class Law:
         try:
             for name, case in self.cases(subject).items():
                 try:
-                    found.append(subject.judge(name, *case()))
+                    logits = case()
                 except NotApplicable as reason:
                     found.append(Case(name, "not applicable", 0.0, 0.0, str(reason)))
                 except Exception as error:
@@ -116,6 +116,8 @@ class Law:
                     clear = isinstance(error, kinds) and any(word in str(error).lower() for word in WORDS)
                     refused = clear or isinstance(error, NotImplementedError)
                     found.append(Case(name, "refused" if refused else "wrong", math.inf, 0.0, line))
+                else:
+                    found.append(subject.judge(name, *logits))
         except NotApplicable as reason:
             found = [Case("", "not applicable", 0.0, 0.0, str(reason))]
         order: list[Verdict] = ["wrong", "right", "refused", "not applicable"]

@@ -95,6 +95,8 @@ def run(
     show(report.summary())
     show(f"\nReport: {out / 'report.html'}\nHybrid: {out / 'hybrid'}")
     show(f'Use it: AutoModelForCausalLM.from_pretrained("{out / "hybrid"}", trust_remote_code=True)')
+    if more := automatic.go_on(recipe, report, out, trust_remote_code):
+        show(more)
     if report.verdict.answer == "mixed":
         raise typer.Exit(1)
 

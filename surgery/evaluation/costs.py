@@ -95,13 +95,14 @@ def _rounds(work: Mapping[str, Callable[[], Any]], models: Mapping[str, Any]) ->
     times: dict[str, list[float]] = {name: [] for name in work}
     for _ in range(ROUNDS + 1):
         for name, run in work.items():
-            begun = _now(models[name].device)
+            begun = now(models[name].device)
             run()
-            times[name].append(_now(models[name].device) - begun)
+            times[name].append(now(models[name].device) - begun)
     return {name: np.array(each[1:]) for name, each in times.items()}
 
 
-def _now(device: torch.device) -> float:
+def now(device: torch.device) -> float:
+    """Seconds, of which differences count: on a GPU on the wall, on a CPU of this thread, which other work does not slow."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         return time.perf_counter()

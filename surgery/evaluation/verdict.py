@@ -187,7 +187,7 @@ def _advise(
         said.append("Let the grafts act on less text (plan.share), or hold the other skills while tuning (tune.skill_weight).")
     if answer == "yes":
         said.append(
-            "Most of it is still missing. Try two heads (plan.heads=2), more steps (tune.max_steps), or adapters, which change "
+            "Most of it is still missing. Try more heads (plan.heads), more steps (tune.max_steps), or adapters, which change "
             "what the base says, too (tune.lora={target_modules: [in_proj, out_proj]})."
         )
     if answer == "unclear":

@@ -1,5 +1,6 @@
 """The whole job on a built-in model, small: what it writes, and what it does not do again."""
 
+import shlex
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,33 @@ def test_a_run_leaves_each_stages_file(ran):
     report = Report.read(ran / "report.json")
     assert list(report.models) == ["base", "spliced", "tuned", "control_same_layer"]
     assert load(ran / "hybrid")[0].config.grafts
+
+
+@pytest.mark.parametrize(
+    ("settings", "since", "advice", "setting"),
+    [
+        ("tune.steps=auto tune.max_steps=8", 0, "more heads (plan.heads)", "tune.max_steps=16"),
+        ("tune.steps=auto", 2, "more heads (plan.heads)", "plan.heads=2"),
+        ("tune.steps=auto plan.heads=auto", 2, "more heads (plan.heads)", "plan.heads=4"),
+        ("tune.steps=auto plan.heads=auto plan.max_heads=1", 2, "more heads (plan.heads)", "plan.heads=2"),
+        ("plan.sites=L0.H1", 0, "more heads (plan.heads)", None),
+        ("tune.steps=auto", 2, "ask more (bench.limit)", None),
+    ],
+)
+def test_the_last_line_is_a_command_that_goes_on(ran, tmp_path, place, settings, since, advice, setting):
+    recipe, out = make_recipe(place, *settings.split()), tmp_path / "my run"
+    (out / "tuning" / "tuned" / "checkpoint-2").mkdir(parents=True)
+    (out / "tuning" / "tuned" / "checkpoint-2" / "state.json").write_text(f'{{"watcher": {{"since": {since}}}}}')
+    (out / "recipe.yaml").write_text(recipe_text(recipe))
+    report = Report.read(ran / "report.json")
+    report = report.model_copy(update={"verdict": report.verdict.model_copy(update={"advice": advice})})
+    line = automatic.go_on(recipe, report, out)
+    if setting is None:
+        assert line == ""
+        return
+    words = shlex.split(line.rpartition(": ")[2])
+    assert words == ["surgery", "run", str(out / "recipe.yaml"), "--set", setting, "--out", f"{out}-2"]
+    assert read_recipe(Path(words[2]), [words[4]]) == make_recipe(place, *settings.split(), setting)
 
 
 def test_what_is_done_is_done_again_from_the_stage_on_whose_settings_changed(ran, place, stages):
