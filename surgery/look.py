@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -73,7 +73,7 @@ class Held(Record):
 class Look(Record):
     """What a first look saw."""
 
-    schema_version: int = 4
+    schema_version: Literal[4] = 4
     toolkit: str
     fingerprint: str
     model: str

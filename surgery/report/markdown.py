@@ -13,7 +13,7 @@ def load_lines(folder: str) -> str:
     return (
         "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
         f'model = AutoModelForCausalLM.from_pretrained("{folder}", trust_remote_code=True)\n'
-        f'tokenizer = AutoTokenizer.from_pretrained("{folder}")\n'
+        f'tokenizer = AutoTokenizer.from_pretrained("{folder}", trust_remote_code=True)\n'
     )
 
 
@@ -26,7 +26,11 @@ def render_markdown(report: Report, *, hybrid: str | None = None, figures: Seque
     parts = [f"# {escape(provenance.base)}: base and hybrid compared", f"**Did it help? {escape(verdict.sentence)}**"]
     parts += [escape(text) for text in (" ".join(verdict.details), verdict.advice) if text]
     if hybrid is not None:
-        parts += ["## Use it", f"The hybrid is the folder `{hybrid}` beside this file.", f"```python\n{load_lines(hybrid)}```"]
+        parts += [
+            "## Use it",
+            f"The hybrid is the folder `{hybrid}` beside this file; these lines run there.",
+            f"```python\n{load_lines(hybrid)}```",
+        ]
     parts += ["## Results", markdown_table(short_table(report))]
     parts += [f"![{name.removesuffix('.png')}]({name})" for name in figures]
     parts += [
