@@ -76,13 +76,13 @@ def run(
         say(f"plan: attention at {', '.join(map(str, plan.sites))}")
         tuned = [*planned, recipe.tune.model_dump()]
         finished = [*tuned, recipe.bench.model_dump()]
-        if on_main(partial(output.is_made, "report.json", finished)):
+        if on_main(output.is_made)("report.json", finished):
             say(f"{out} is finished; nothing has changed")
             return Report.read(Path(out) / "report.json")
         models, trained = make_models(base, tokenizer, ranking, plan, recipe)
         for name in trained:
             _tune(models, name, tokenizer, recipe, output, tuned)
-        return on_main(partial(_finish, models, trained, tokenizer, ranking, plan, recipe, output, finished, verify))
+        return on_main(_finish)(models, trained, tokenizer, ranking, plan, recipe, output, finished, verify)
 
 
 def once(output: OutputFolder, name: str, settings: Any, kind: type[R], compute: Callable[[], R]) -> R:
@@ -95,7 +95,7 @@ def once(output: OutputFolder, name: str, settings: Any, kind: type[R], compute:
         output.write(name, result.text(), settings)
         return result
 
-    return on_main(work)
+    return on_main(work)()
 
 
 def ask_unseen(tokenizer: Any, recipe: Recipe) -> list[Question]:
@@ -157,7 +157,7 @@ def _tune(models: dict[str, Any], name: str, tokenizer: Any, recipe: Recipe, out
     if name != MAIN and name.removeprefix(PREFIX) in SLOW:
         options = options.model_copy(update={"learning_rate": min(options.learning_rate, SLOW_RATE)})
     with output.folder(f"tuning/{name}", settings) as folder:
-        on_main(lambda: None)  # nobody looks into the folder before it is ready
+        on_main(lambda: None)()  # nobody looks into the folder before it is ready
         log = tune(models[name], tokenizer, options, recipe.data, seed=recipe.seed, folder=folder, name=name, teacher=teacher)
     if options.steps != "auto":  # else tune says what became of it
         say(f"tuning {name}: {len(log.steps)} steps")

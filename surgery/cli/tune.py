@@ -55,7 +55,7 @@ def tune(
             if plan is not None and plan.provenance is not None and plan.provenance.is_of_other(fingerprint(teacher)):
                 raise UserError(f"{base} has other weights than the base of {hybrid}; splice the plan again")
         with output.folder("tuning") as folder:
-            on_main(lambda: None)  # nobody looks into the folder before it is ready
+            on_main(lambda: None)()  # nobody looks into the folder before it is ready
             log = tune_model(model, tokenizer, options.tune, options.data, seed=options.seed, folder=folder, teacher=teacher)
         if is_main():
             with output.new_folder(".", keep=True) as folder:

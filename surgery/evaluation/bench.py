@@ -78,7 +78,9 @@ def bench(
         # equal bit for bit. Other models as they are.
         families = {name: family_of(model.config) for name, model in models.items()}
         alike = {name: adopt(m) if (f := families[name]) and type(m) is f.base else m for name, m in models.items()}
-        values = {name: _answers(model, prints[name], name, asked, kept) for name, model in alike.items()}
+        values: Values = {}
+        for name, model in alike.items():
+            values[name] = _answers(model, prints[name], name, asked, kept)
         family = about.partition(".")[0]  # of its smaller sizes, controls that nobody trained are not asked
         enough = {name: each for name, each in asked.items() if name.partition(".")[0] != family or name == about}
         values |= _untrained_controls(alike[base], prints[base], given, enough, kept)

@@ -8,10 +8,11 @@ import tempfile
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from surgery.errors import UserError
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -32,24 +33,26 @@ def over_gloo() -> bool:
     return is_distributed() and not torch.cuda.is_available()
 
 
-def on_main(work: Callable[[], T]) -> T:
-    """Do something in the main process alone; all others wait, and get its result. An error is raised in all of them."""
+def on_main(work: Callable[P, T]) -> Callable[P, T]:
+    """`work`, done in the main process alone; all others wait, and get its result. An error is raised in all of them."""
     if not is_distributed():
-        return work()
+        return work
     from accelerate import PartialState
     from accelerate.utils import broadcast_object_list
 
-    state = PartialState(cpu=over_gloo())
-    told: list[tuple[T | None, BaseException | None] | None] = [None]
-    if state.is_main_process:
-        try:
-            told = [(work(), None)]
-        except Exception as error:
-            told = [(None, error)]
-    result, failure = broadcast_object_list(told)[0]
-    if failure is not None:
-        raise failure
-    return result
+    def done(*args: P.args, **named: P.kwargs) -> T:
+        told: list[tuple[T | None, BaseException | None] | None] = [None]
+        if PartialState(cpu=over_gloo()).is_main_process:
+            try:
+                told = [(work(*args, **named), None)]
+            except Exception as error:
+                told = [(None, error)]
+        result, failure = broadcast_object_list(told)[0]
+        if failure is not None:
+            raise failure
+        return result
+
+    return done
 
 
 class FreshPython(AbstractContextManager["FreshPython"]):

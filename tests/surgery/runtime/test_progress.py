@@ -49,9 +49,9 @@ def test_seconds_in_words(value, said):
 
 
 def test_alone_the_main_process_does_the_work():
-    assert on_main(lambda: 3) == 3
+    assert on_main(lambda: 3)() == 3
     with pytest.raises(ZeroDivisionError):
-        on_main(lambda: 1 / 0)
+        on_main(lambda: 1 / 0)()
 
 
 ECHO = """
