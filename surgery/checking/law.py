@@ -10,7 +10,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
@@ -28,6 +28,7 @@ CACHES = ("past_key_values", "cache_params", "state")  # what models call the ca
 EXACT = 1e-7
 TIMES, LEAST = 8.0, 3e-5  # of rounding in float32: models lie at most a quarter of this from float64
 PAD = 0
+BY_TOKEN = [20, *[1] * 7]  # a prompt, and tokens that go on from its cache one by one
 WORDS = (
     "not support",
     "not used by the model",
@@ -141,6 +142,7 @@ class Subject:
     exact: bool = True
     dtype: torch.dtype = torch.float64
     source: PreTrainedModel | None = None
+    by_token: dict[str, Tensor] = field(default_factory=dict)  # what `continue_by_token` has computed
 
     @cached_property
     def right(self) -> Tensor:
@@ -223,19 +225,25 @@ class Subject:
             ways |= {"with position_ids": {"positions": True}, "with both": {"mask": True, "positions": True}}
         return ways
 
+    def continue_by_token(self, way: str) -> tuple[Tensor, Tensor]:
+        """The first row's logits in pieces of BY_TOKEN, in one of these ways, computed once; and what is right."""
+        if way not in self.by_token:
+            self.by_token[way] = self.pieces(self.ids[:1, : sum(BY_TOKEN)], BY_TOKEN, **self.ways()[way])
+        return self.by_token[way], self.right[:, : sum(BY_TOKEN)]
+
     @cached_property
     def good_way(self) -> dict[str, bool]:
         """The fullest of these ways in which a cache is continued rightly, token by token. Other laws of caches go on so, and a
         fault is told by one law. Raises NotApplicable where there is none."""
-        for way in reversed(self.ways().values()):
+        for way, named in reversed(self.ways().items()):
             try:
-                found = self.pieces(self.ids[:1, :27], [20, *[1] * 7], **way)
+                found, right = self.continue_by_token(way)
             except NotApplicable:
                 raise
             except Exception:
                 continue
-            if (found - self.right[:, :27]).abs().max() <= self.bound(self.right):
-                return way
+            if (found - right).abs().max() <= self.bound(self.right):
+                return named
         raise NotApplicable("its cache is not continued rightly token by token")
 
     def generate(self, ids: Tensor, new: int = 6, **named: Any) -> Any:

@@ -2,19 +2,15 @@
 
 from functools import partial
 
-from surgery.checking.law import Law, Subject
-
-PROMPT, LENGTH = 20, 27
-STEPS = [PROMPT, *[1] * (LENGTH - PROMPT)]
+from surgery.checking.law import BY_TOKEN, Law, Subject
 
 
 def cases(s: Subject):
-    def run(rows, how):
-        right = s.right[:, :LENGTH] if rows == 1 else s.logits(s.ids[:rows, :LENGTH])
-        return s.pieces(s.ids[:rows, :LENGTH], STEPS, **how), right
+    def two_rows():
+        ids = s.ids[:2, : sum(BY_TOKEN)]
+        return s.pieces(ids, BY_TOKEN, **s.good_way), s.logits(ids)
 
-    alone = {way: partial(run, 1, how) for way, how in s.ways().items()}
-    return alone | {"2 rows": lambda: run(2, s.good_way)}
+    return {way: partial(s.continue_by_token, way) for way in s.ways()} | {"2 rows": two_rows}
 
 
 LAW = Law(
