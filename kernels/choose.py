@@ -59,6 +59,12 @@ class Backend:
     without_gradient: tuple[int, ...] = ()
     opaque: bool = False
 
+    def elsewhere(self, x: Tensor) -> str | None:
+        """Why this does not run on the device of x, or None."""
+        if self.device in (None, x.device.type):
+            return None
+        return "it runs on CUDA devices" if self.device == "cuda" else f"it runs on a {str(self.device).upper()}"
+
 
 @dataclass(frozen=True)
 class Argument:
@@ -105,7 +111,8 @@ class Operation:
             return self.in_graph(backend, *args)
         asked = backend or parse_requests(os.environ.get("SURGERY_KERNELS", "")).get(self.name)
         for candidate in self._candidates(asked):
-            reason = self.why_not(candidate, *args)
+            # As in why_not, without a frame of its own: this is asked at every call.
+            reason = candidate.elsewhere(args[0]) or candidate.refuses(*args) or self._failure(candidate, args)
             if reason is None:
                 if candidate.opaque and traced(*args):
                     return self.operator(*args, backend=candidate.name)
@@ -131,10 +138,10 @@ class Operation:
 
     def why_not(self, backend: Backend, *args: Any) -> str | None:
         """Why `backend` does not take such a call, or None."""
-        if backend.device is not None and args[0].device.type != backend.device:
-            return "it runs on CUDA devices" if backend.device == "cuda" else f"it runs on a {backend.device.upper()}"
-        if reason := backend.refuses(*args):
-            return reason
+        return backend.elsewhere(args[0]) or backend.refuses(*args) or self._failure(backend, args)
+
+    def _failure(self, backend: Backend, args: tuple) -> str | None:
+        """Why a trial of `backend` failed for this kind of call, or None."""
         if not backend.probed:
             return None
         key = self._key(backend, args)

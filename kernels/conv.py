@@ -50,16 +50,15 @@ def _shifted(x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor | N
     x, weight, bias = x.to(work), weight.to(work), None if bias is None else bias.to(work)
     missing = max(0, t + k - 1 - s)
     x = F.pad(x, (0, 0, missing, 0)) if missing else x
-    parts = [x[:, x.shape[1] - t - i : x.shape[1] - i] for i in range(k)]
-    if seq_idx is not None:
-        before = F.pad(seq_idx, (k - 1, 0), value=-2)
-        same = [(seq_idx == before[:, k - 1 - i : k - 1 - i + s])[..., None] for i in range(k)]
-        parts = [parts[0], *(part * keep for part, keep in zip(parts[1:], same[1:], strict=True))]
     taps = weight[:, 0].t().contiguous().flip(0)  # k c, the newest token's first
-    y = parts[0] * taps[0] if bias is None else torch.addcmul(bias, parts[0], taps[0])
+    newest, end = x[:, x.shape[1] - t :], x.shape[1]
+    y = newest * taps[0] if bias is None else torch.addcmul(bias, newest, taps[0])
     in_place = not (torch.is_grad_enabled() and y.requires_grad)
-    for part, tap in zip(parts[1:], taps[1:], strict=True):
-        y = y.addcmul_(part, tap) if in_place else torch.addcmul(y, part, tap)
+    for i in range(1, k):
+        part = x[:, end - t - i : end - i]
+        if seq_idx is not None:
+            part = part * (seq_idx == F.pad(seq_idx, (i, 0), value=-2)[:, :s])[..., None]
+        y = y.addcmul_(part, taps[i]) if in_place else torch.addcmul(y, part, taps[i])
     return (F.silu(y, inplace=in_place) if silu else y).to(dtype)
 
 
