@@ -151,7 +151,14 @@ class Graft(nn.Module):
         t) bool: which of these tokens exist."""
         q, k = self.queries_and_keys(mixer, hidden, streams, cache, mask, packing)
         x, own = take(streams.x, self.heads, 2), take(y, self.heads, 2)
-        found, m = self.look_up(mixer, q, k, x, streams, cache, mask, packing)
+        v, bias = self.values(x, streams)
+        dtype = torch.promote_types(k.dtype, v.dtype)
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+        if cache is not None:  # on the keys of these tokens and of those that it remembers
+            k, v, bias = remember(cache, mixer.cache_place, k, v, bias, mask)
+            mask = None  # it is in the bias
+        null = None if self.null is None else NATS * at_least_float32(self.null)
+        found, m = self.read(*attend(q, k, v, bias, null, mask, packing))
         D = getattr(mixer, "D", None)
         skip = 0 if D is None else take(D, self.heads, 0)[:, None] * x
         if self.gate is None and self.null is None:
@@ -169,43 +176,17 @@ class Graft(nn.Module):
         # of memory may round in another way, and where the graft is closed not a bit is to change.
         return y.clone().index_copy_(2, constant(tuple(self.heads), y.device, torch.long), new)
 
-    def look_up(
-        self,
-        mixer: Any,
-        q: Tensor,
-        k: Tensor,
-        x: Tensor,
-        streams: Streams,
-        cache: Cache | None,
-        mask: Tensor | None,
-        packing: Packing | None,
-    ) -> tuple[Tensor, Tensor]:
-        """sigma sum_s p_ts x_s (b, t, heads, p) and m (b, t, heads), for x (b, t, heads, p)."""
+    def values(self, x: Tensor, streams: Streams) -> tuple[Tensor, Tensor | None]:
+        """What is attended to, (b, pairs, t, values), of x (b, t, heads, p); and what is added to the scores (b, pairs, t)."""
         bias = None
         if self.time_step and streams.write is not None:
             bias = take(streams.write, self.heads, 2).clamp_min(SMALLEST).log().transpose(1, 2)
-        found, m = self.attend(mixer, q, k, x.transpose(1, 2), bias, cache, mask, packing)
+        return x.transpose(1, 2), bias
+
+    def read(self, found: Tensor, m: Tensor) -> tuple[Tensor, Tensor]:
+        """sigma sum_s p_ts x_s (b, t, heads, p) and m (b, t, heads), from what the attention gives."""
         signs = constant(tuple(self.signs), found.device, found.dtype)
         return found.transpose(1, 2) * signs[:, None], m.transpose(1, 2)
-
-    def attend(
-        self,
-        mixer: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        bias: Tensor | None,
-        cache: Cache | None,
-        mask: Tensor | None,
-        packing: Packing | None,
-    ) -> tuple[Tensor, Tensor]:
-        """As reference.attend, on the keys of these tokens and of those that the cache remembers."""
-        q, k, v = (m.to(torch.promote_types(k.dtype, v.dtype)) for m in (q, k, v))
-        if cache is not None:
-            k, v, bias = remember(cache, mixer.cache_place, k, v, bias, mask)
-            mask = None  # it is in the bias
-        null = None if self.null is None else NATS * at_least_float32(self.null)
-        return attend(q, k, v, bias, null, mask, packing)
 
     def extra_repr(self) -> str:
         return f"heads={self.heads}, signs={self.signs}"
@@ -243,28 +224,19 @@ class ChannelGraft(Graft):
         q, k = (proj(x).unflatten(-1, (len(self.pairs), self.width)) for proj in (self.q_proj, self.k_proj))
         return self.sharpen(*mixer.prepare(q, k))
 
-    def look_up(
-        self,
-        mixer: Any,
-        q: Tensor,
-        k: Tensor,
-        x: Tensor,
-        streams: Streams,
-        cache: Cache | None,
-        mask: Tensor | None,
-        packing: Packing | None,
-    ) -> tuple[Tensor, Tensor]:
-        x = x[..., 0]
+    def values(self, x: Tensor, streams: Streams) -> tuple[Tensor, Tensor | None]:
         if not self.time_step:
-            found, m = self.attend(mixer, q, k, self.by_pair(x), None, cache, mask, packing)
+            return self.by_pair(x[..., 0]), None
+        assert streams.write is not None  # in float32: float16 has no room for time steps, and many would be divided by 0
+        write = take(streams.write, self.heads, 2).clamp_min(SMALLEST)
+        return torch.cat([self.by_pair(write * x[..., 0]), self.by_pair(write)], dim=-1), None
+
+    def read(self, found: Tensor, m: Tensor) -> tuple[Tensor, Tensor]:
+        if not self.time_step:
             m = m[..., None].expand_as(found)
-        else:  # in float32: float16 has no room for time steps, and many would be divided by 0
-            assert streams.write is not None
-            write = take(streams.write, self.heads, 2).clamp_min(SMALLEST)
-            v = torch.cat([self.by_pair(write * x), self.by_pair(write)], dim=-1)
-            sums, share = self.attend(mixer, q, k, v, None, cache, mask, packing)
-            found, w = sums.split(self.each, dim=-1)
-            total = (w + (1 - share)[..., None]).clamp_min(SMALLEST)
+        else:
+            found, w = found.split(self.each, dim=-1)
+            total = (w + (1 - m)[..., None]).clamp_min(SMALLEST)
             found, m = found / total, w / total if self.null is not None else torch.ones_like(w)
         signs = constant(tuple(self.signs), found.device, found.dtype)
         return self.by_channel(found * signs[:, None, None])[..., None], self.by_channel(m)
