@@ -27,21 +27,14 @@ class BambaHybridModel(StockBackbone, BambaModel):
     """The backbone: a Mamba-2 mixer or attention, and an MLP, in each layer."""
 
     config_class = BambaHybridConfig
-
-    def __init__(self, config: BambaHybridConfig):
-        super().__init__(config)
-        self.put_mixers(BambaMixer, BambaHybridMixer)
+    mixers = (BambaMixer, BambaHybridMixer)
 
 
 class BambaHybridForCausalLM(HybridLanguageModel, BambaForCausalLM):
     """The language model: base (no grafts) and hybrid."""
 
     config_class = BambaHybridConfig
-
-    def __init__(self, config: BambaHybridConfig):
-        super().__init__(config)
-        self.model = BambaHybridModel(config)
-        self.post_init()
+    backbone_class = BambaHybridModel
 
 
 FAMILY = Family(BambaForCausalLM, BambaHybridForCausalLM, BambaHybridMixer).register(BambaHybridModel)

@@ -50,21 +50,14 @@ class FalconH1HybridModel(StockBackbone, FalconH1Model):
     """The backbone: a Mamba-2 mixer and attention side by side, and an MLP, in each layer."""
 
     config_class = FalconH1HybridConfig
-
-    def __init__(self, config: FalconH1HybridConfig):
-        super().__init__(config)
-        self.put_mixers(FalconH1Mixer, FalconH1HybridMixer)
+    mixers = (FalconH1Mixer, FalconH1HybridMixer)
 
 
 class FalconH1HybridForCausalLM(HybridLanguageModel, FalconH1ForCausalLM):
     """The language model: base (no grafts) and hybrid."""
 
     config_class = FalconH1HybridConfig
-
-    def __init__(self, config: FalconH1HybridConfig):
-        super().__init__(config)
-        self.model = FalconH1HybridModel(config)
-        self.post_init()
+    backbone_class = FalconH1HybridModel
 
 
 FAMILY = Family(FalconH1ForCausalLM, FalconH1HybridForCausalLM, FalconH1HybridMixer).register(FalconH1HybridModel)

@@ -42,11 +42,7 @@ class FalconMambaHybridForCausalLM(SSMLanguageModel, FalconMambaForCausalLM):
     """The language model: base (no grafts) and hybrid."""
 
     config_class = FalconMambaHybridConfig
-
-    def __init__(self, config: FalconMambaHybridConfig):
-        super().__init__(config)
-        self.backbone = FalconMambaHybridModel(config)
-        self.post_init()
+    backbone_class = FalconMambaHybridModel
 
 
 FAMILY = Family(FalconMambaForCausalLM, FalconMambaHybridForCausalLM, FalconMambaHybridMixer).register(FalconMambaHybridModel)

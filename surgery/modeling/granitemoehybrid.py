@@ -31,21 +31,14 @@ class GraniteMoeHybridHybridModel(StockBackbone, GraniteMoeHybridModel):
     """The backbone: a Mamba-2 mixer or attention, and experts or an MLP, in each layer."""
 
     config_class = GraniteMoeHybridHybridConfig
-
-    def __init__(self, config: GraniteMoeHybridHybridConfig):
-        super().__init__(config)
-        self.put_mixers(GraniteMoeHybridMambaLayer, GraniteMoeHybridHybridMixer)
+    mixers = (GraniteMoeHybridMambaLayer, GraniteMoeHybridHybridMixer)
 
 
 class GraniteMoeHybridHybridForCausalLM(HybridLanguageModel, GraniteMoeHybridForCausalLM):
     """The language model: base (no grafts) and hybrid."""
 
     config_class = GraniteMoeHybridHybridConfig
-
-    def __init__(self, config: GraniteMoeHybridHybridConfig):
-        super().__init__(config)
-        self.model = GraniteMoeHybridHybridModel(config)
-        self.post_init()
+    backbone_class = GraniteMoeHybridHybridModel
 
 
 FAMILY = Family(GraniteMoeHybridForCausalLM, GraniteMoeHybridHybridForCausalLM, GraniteMoeHybridHybridMixer).register(

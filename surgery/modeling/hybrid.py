@@ -121,9 +121,17 @@ class GraftedModel:
 
 
 class HybridLanguageModel(GraftedModel):
-    """A mixin before a language model of transformers. cache_name: under which its forward returns the cache."""
+    """A mixin before a language model of transformers. backbone_class: ours, in the place of the stock one, where there is one.
+    cache_name: under which its forward returns the cache."""
 
+    backbone_class: Any = None
     cache_name = "past_key_values"
+
+    def __init__(self: Any, config: Any):
+        super().__init__(config)  # type: ignore[call-arg]
+        if self.backbone_class is not None:
+            setattr(self, self.base_model_prefix, self.backbone_class(config))
+            self.post_init()
 
     def graft_parameters(self: Any) -> dict[str, nn.Parameter]:
         """The parameters of the grafts, by name: what splice added, and not what came with the base."""

@@ -31,21 +31,14 @@ class JambaHybridModel(StockBackbone, JambaModel):
     """The backbone: a Mamba-1 mixer or attention, and experts or an MLP, in each layer."""
 
     config_class = JambaHybridConfig
-
-    def __init__(self, config: JambaHybridConfig):
-        super().__init__(config)
-        self.put_mixers(JambaMambaMixer, JambaHybridMixer)
+    mixers = (JambaMambaMixer, JambaHybridMixer)
 
 
 class JambaHybridForCausalLM(HybridLanguageModel, JambaForCausalLM):
     """The language model: base (no grafts) and hybrid."""
 
     config_class = JambaHybridConfig
-
-    def __init__(self, config: JambaHybridConfig):
-        super().__init__(config)
-        self.model = JambaHybridModel(config)
-        self.post_init()
+    backbone_class = JambaHybridModel
 
 
 FAMILY = Family(JambaForCausalLM, JambaHybridForCausalLM, JambaHybridMixer).register(JambaHybridModel)

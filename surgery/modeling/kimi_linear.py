@@ -50,21 +50,14 @@ class KimiLinearHybridModel(StockBackbone, KimiLinearModel):
     """The backbone: Kimi Delta Attention or attention, and experts or an MLP, in each layer."""
 
     config_class = KimiLinearHybridConfig
-
-    def __init__(self, config: KimiLinearHybridConfig):
-        super().__init__(config)
-        self.put_mixers(KimiLinearDeltaAttention, KimiLinearHybridMixer)
+    mixers = (KimiLinearDeltaAttention, KimiLinearHybridMixer)
 
 
 class KimiLinearHybridForCausalLM(HybridLanguageModel, KimiLinearForCausalLM):
     """The language model: base (no grafts) and hybrid."""
 
     config_class = KimiLinearHybridConfig
-
-    def __init__(self, config: KimiLinearHybridConfig):
-        super().__init__(config)
-        self.model = KimiLinearHybridModel(config)
-        self.post_init()
+    backbone_class = KimiLinearHybridModel
 
 
 FAMILY = Family(KimiLinearForCausalLM, KimiLinearHybridForCausalLM, KimiLinearHybridMixer).register(KimiLinearHybridModel)

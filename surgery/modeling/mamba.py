@@ -130,11 +130,7 @@ class MambaHybridForCausalLM(SSMLanguageModel, MambaForCausalLM):
     """The language model: base (no grafts) and hybrid."""
 
     config_class = MambaHybridConfig
-
-    def __init__(self, config: MambaHybridConfig):
-        super().__init__(config)
-        self.backbone = MambaHybridModel(config)
-        self.post_init()
+    backbone_class = MambaHybridModel
 
 
 FAMILY = Family(MambaForCausalLM, MambaHybridForCausalLM, MambaHybridMixer).register(MambaHybridModel)

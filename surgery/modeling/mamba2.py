@@ -140,11 +140,7 @@ class Mamba2HybridForCausalLM(SSMLanguageModel, Mamba2ForCausalLM):
     """The language model: base (no grafts) and hybrid."""
 
     config_class = Mamba2HybridConfig
-
-    def __init__(self, config: Mamba2HybridConfig):
-        super().__init__(config)
-        self.backbone = Mamba2HybridModel(config)
-        self.post_init()
+    backbone_class = Mamba2HybridModel
 
 
 FAMILY = Family(Mamba2ForCausalLM, Mamba2HybridForCausalLM, Mamba2HybridMixer).register(Mamba2HybridModel)

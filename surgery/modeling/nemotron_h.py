@@ -27,21 +27,14 @@ class NemotronHHybridModel(StockBackbone, NemotronHModel):
     """The backbone: one mixer a layer."""
 
     config_class = NemotronHHybridConfig
-
-    def __init__(self, config: NemotronHHybridConfig):
-        super().__init__(config)
-        self.put_mixers(NemotronHMamba2Mixer, NemotronHHybridMixer)
+    mixers = (NemotronHMamba2Mixer, NemotronHHybridMixer)
 
 
 class NemotronHHybridForCausalLM(HybridLanguageModel, NemotronHForCausalLM):
     """The language model: base (no grafts) and hybrid."""
 
     config_class = NemotronHHybridConfig
-
-    def __init__(self, config: NemotronHHybridConfig):
-        super().__init__(config)
-        self.model = NemotronHHybridModel(config)
-        self.post_init()
+    backbone_class = NemotronHHybridModel
 
 
 FAMILY = Family(NemotronHForCausalLM, NemotronHHybridForCausalLM, NemotronHHybridMixer).register(NemotronHHybridModel)

@@ -39,21 +39,14 @@ class OlmoHybridHybridModel(StockBackbone, OlmoHybridModel):
     """The backbone: Gated DeltaNet or attention, and an MLP, in each layer."""
 
     config_class = OlmoHybridHybridConfig
-
-    def __init__(self, config: OlmoHybridHybridConfig):
-        super().__init__(config)
-        self.put_mixers(OlmoHybridGatedDeltaNet, OlmoHybridHybridMixer)
+    mixers = (OlmoHybridGatedDeltaNet, OlmoHybridHybridMixer)
 
 
 class OlmoHybridHybridForCausalLM(HybridLanguageModel, OlmoHybridForCausalLM):
     """The language model: base (no grafts) and hybrid."""
 
     config_class = OlmoHybridHybridConfig
-
-    def __init__(self, config: OlmoHybridHybridConfig):
-        super().__init__(config)
-        self.model = OlmoHybridHybridModel(config)
-        self.post_init()
+    backbone_class = OlmoHybridHybridModel
 
 
 FAMILY = Family(OlmoHybridForCausalLM, OlmoHybridHybridForCausalLM, OlmoHybridHybridMixer).register(OlmoHybridHybridModel)

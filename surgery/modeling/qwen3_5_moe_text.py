@@ -31,21 +31,14 @@ class Qwen3_5MoeHybridModel(StockBackbone, Qwen3_5MoeTextModel):
     """The backbone: Gated DeltaNet or attention, and experts, in each layer."""
 
     config_class = Qwen3_5MoeHybridConfig
-
-    def __init__(self, config: Qwen3_5MoeHybridConfig):
-        super().__init__(config)
-        self.put_mixers(Qwen3_5MoeGatedDeltaNet, Qwen3_5MoeHybridMixer)
+    mixers = (Qwen3_5MoeGatedDeltaNet, Qwen3_5MoeHybridMixer)
 
 
 class Qwen3_5MoeHybridForCausalLM(HybridLanguageModel, Qwen3_5MoeForCausalLM):
     """The language model: base (no grafts) and hybrid."""
 
     config_class = Qwen3_5MoeHybridConfig
-
-    def __init__(self, config: Qwen3_5MoeHybridConfig):
-        super().__init__(config)
-        self.model = Qwen3_5MoeHybridModel(config)
-        self.post_init()
+    backbone_class = Qwen3_5MoeHybridModel
 
 
 FAMILY = Family(Qwen3_5MoeForCausalLM, Qwen3_5MoeHybridForCausalLM, Qwen3_5MoeHybridMixer).register(Qwen3_5MoeHybridModel)

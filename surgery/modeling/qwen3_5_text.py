@@ -27,21 +27,14 @@ class Qwen3_5HybridModel(StockBackbone, Qwen3_5TextModel):
     """The backbone: Gated DeltaNet or attention, and an MLP, in each layer."""
 
     config_class = Qwen3_5HybridConfig
-
-    def __init__(self, config: Qwen3_5HybridConfig):
-        super().__init__(config)
-        self.put_mixers(Qwen3_5GatedDeltaNet, Qwen3_5HybridMixer)
+    mixers = (Qwen3_5GatedDeltaNet, Qwen3_5HybridMixer)
 
 
 class Qwen3_5HybridForCausalLM(HybridLanguageModel, Qwen3_5ForCausalLM):
     """The language model: base (no grafts) and hybrid."""
 
     config_class = Qwen3_5HybridConfig
-
-    def __init__(self, config: Qwen3_5HybridConfig):
-        super().__init__(config)
-        self.model = Qwen3_5HybridModel(config)
-        self.post_init()
+    backbone_class = Qwen3_5HybridModel
 
 
 FAMILY = Family(Qwen3_5ForCausalLM, Qwen3_5HybridForCausalLM, Qwen3_5HybridMixer).register(Qwen3_5HybridModel)

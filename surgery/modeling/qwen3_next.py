@@ -41,21 +41,14 @@ class Qwen3NextHybridModel(StockBackbone, Qwen3NextModel):
     """The backbone: Gated DeltaNet or attention, and experts, in each layer."""
 
     config_class = Qwen3NextHybridConfig
-
-    def __init__(self, config: Qwen3NextHybridConfig):
-        super().__init__(config)
-        self.put_mixers(Qwen3NextGatedDeltaNet, Qwen3NextHybridMixer)
+    mixers = (Qwen3NextGatedDeltaNet, Qwen3NextHybridMixer)
 
 
 class Qwen3NextHybridForCausalLM(HybridLanguageModel, Qwen3NextForCausalLM):
     """The language model: base (no grafts) and hybrid."""
 
     config_class = Qwen3NextHybridConfig
-
-    def __init__(self, config: Qwen3NextHybridConfig):
-        super().__init__(config)
-        self.model = Qwen3NextHybridModel(config)
-        self.post_init()
+    backbone_class = Qwen3NextHybridModel
 
 
 FAMILY = Family(Qwen3NextForCausalLM, Qwen3NextHybridForCausalLM, Qwen3NextHybridMixer).register(Qwen3NextHybridModel)

@@ -29,15 +29,19 @@ OUTPUTS = ("output_hidden_states", "output_attentions", "output_router_logits", 
 
 
 class StockBackbone(GraftedModel):
-    """A mixin before a backbone of transformers that holds mixers of several kinds in `layers`."""
+    """A mixin before a backbone of transformers that holds mixers of several kinds in `layers`. mixers: the stock one and ours,
+    which is put in its place, wherever that is in a block."""
 
-    def put_mixers(self: Any, stock: type, ours: type[GraftMixer]) -> None:
-        """Put our mixers in the place of the stock ones, wherever these are in a block, and room for the grafts in them."""
+    mixers: tuple[type, type[GraftMixer]]
+
+    def __init__(self: Any, config: Any):
+        super().__init__(config)  # type: ignore[call-arg]
+        stock, ours = self.mixers
         for layer, block in enumerate(self.layers):
             name = next((name for name, module in block.named_modules() if type(module) is stock), None)
             if name is None:
                 continue
-            mixer: Any = ours(self.config, layer)
+            mixer: Any = ours(config, layer)
             for buffer in block.get_submodule(name)._non_persistent_buffers_set:
                 mixer.register_buffer(buffer, block.get_submodule(name)._buffers[buffer], persistent=False)
             block.set_submodule(name, mixer)

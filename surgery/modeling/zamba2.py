@@ -27,21 +27,14 @@ class Zamba2HybridModel(StockBackbone, Zamba2Model):
     """The backbone: a Mamba-2 mixer in each layer, behind a shared block in some."""
 
     config_class = Zamba2HybridConfig
-
-    def __init__(self, config: Zamba2HybridConfig):
-        super().__init__(config)
-        self.put_mixers(Zamba2MambaMixer, Zamba2HybridMixer)
+    mixers = (Zamba2MambaMixer, Zamba2HybridMixer)
 
 
 class Zamba2HybridForCausalLM(HybridLanguageModel, Zamba2ForCausalLM):
     """The language model: base (no grafts) and hybrid."""
 
     config_class = Zamba2HybridConfig
-
-    def __init__(self, config: Zamba2HybridConfig):
-        super().__init__(config)
-        self.model = Zamba2HybridModel(config)
-        self.post_init()
+    backbone_class = Zamba2HybridModel
 
 
 FAMILY = Family(Zamba2ForCausalLM, Zamba2HybridForCausalLM, Zamba2HybridMixer).register(Zamba2HybridModel)
