@@ -15,12 +15,12 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec, module_from_spec
-from threading import Thread
 from typing import Any, ClassVar
 
 import torch
@@ -110,7 +110,10 @@ class Operation:
         if torch.compiler.is_dynamo_compiling():
             return self.in_graph(backend, *args)
         asked = backend or parse_requests(os.environ.get("SURGERY_KERNELS", "")).get(self.name)
-        for candidate in self._candidates(asked):
+        if asked is not None and asked not in self.backends:
+            raise KernelError(f"{self.name} has no backend named '{asked}'; it has {', '.join(self.backends)}")
+        offered = [each for each in self.backends.values() if not each.on_request]
+        for candidate in offered if asked is None else [self.backends[asked]]:
             # As in why_not, without a frame of its own: this is asked at every call.
             reason = candidate.elsewhere(args[0]) or candidate.refuses(*args) or self._failure(candidate, args)
             if reason is None:
@@ -130,7 +133,7 @@ class Operation:
 
     def choose(self, *args: Any) -> Backend:
         """The backend that would serve a call."""
-        return next(backend for backend in self._candidates(None) if self.why_not(backend, *args) is None)
+        return next(each for each in self.backends.values() if not each.on_request and self.why_not(each, *args) is None)
 
     def explain(self, *args: Any) -> dict[str, str | None]:
         """Backend -> why it does not take such a call, or None."""
@@ -147,21 +150,12 @@ class Operation:
         key = self._key(backend, args)
         if key not in self.refused:
             self.refused[key] = None
-            failures: list[BaseException] = []
             # In a thread of its own none of the caller's modes is on: autocast, inference_mode, a default device, fake tensors.
-            thread = Thread(target=self._try, args=(backend, args, key[-1], failures), daemon=True)
-            thread.start()
-            thread.join()
-            if failures:
-                self._refuse(backend, key, failures[0])
+            with ThreadPoolExecutor(1) as thread:
+                failure = thread.submit(self._compare, backend, args, key[-1]).exception()
+            if failure is not None:  # whatever a foreign package throws is the reason why it does not serve
+                self._refuse(backend, key, failure)
         return self.refused[key]
-
-    def _candidates(self, asked: str | None) -> Iterator[Backend]:
-        if asked is None:
-            return (backend for backend in self.backends.values() if not backend.on_request)
-        if asked not in self.backends:
-            raise KernelError(f"{self.name} has no backend named '{asked}'; it has {', '.join(self.backends)}")
-        return iter([self.backends[asked]])
 
     def _key(self, backend: Backend, args: tuple) -> tuple:
         learning = self.differentiable and learns(*(m for m in args if isinstance(m, Tensor)))
@@ -181,12 +175,6 @@ class Operation:
         self.refused[key] = reason
         if not isinstance(failure, ImportError):  # what is not installed is no news
             warnings.warn(f"{self.name}: '{backend.name}' does not serve here, the next does ({reason})", stacklevel=4)
-
-    def _try(self, backend: Backend, args: tuple, learning: bool, failures: list[BaseException]) -> None:
-        try:
-            self._compare(backend, args, learning)
-        except (Exception, SystemExit) as failure:  # whatever a foreign package throws is the reason why it does not serve
-            failures.append(failure)
 
     def _compare(self, backend: Backend, args: tuple, learning: bool) -> None:
         own = self.example(args, small=not backend.by_size)

@@ -73,7 +73,8 @@ class Operator:
         self.like, self.backends = like, backends
         self.tensors = [i for i, schema in enumerate(schemas) if schema.startswith("Tensor")]
         own, given = ", ".join(schemas), ", ".join(f"Tensor? gradient{i}" for i in range(results))
-        self.forward = _define(name, f"({own}, str backend) -> {_tensors(results)}", self._forward, self._like)
+        gives = "Tensor" if results == 1 else f"({', '.join(['Tensor'] * results)})"
+        self.forward = _define(name, f"({own}, str backend) -> {gives}", self._forward, self._like)
         if not any("!" in schema for schema in schemas):
             several = f"({given}, {own}, bool[] needed, str backend) -> Tensor[]"
             self.backward = _define(f"{name}_backward", several, self._backward, self._like_backward)
@@ -136,7 +137,3 @@ def _define(name: str, schema: str, compute: Callable[..., Any], like: Callable[
     LIBRARY.impl(name, compute, "CompositeExplicitAutograd")
     torch.library.register_fake(f"surgery::{name}", like, lib=LIBRARY)
     return getattr(torch.ops.surgery, name).default
-
-
-def _tensors(number: int) -> str:
-    return "Tensor" if number == 1 else f"({', '.join(['Tensor'] * number)})"
