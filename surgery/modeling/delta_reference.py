@@ -47,7 +47,9 @@ def delta_rule(
     if packing is not None:
         return packing.apply(lambda q, k, v, a, beta: delta_rule(q, k, v, a, beta)[0], q, k, v, log_decay, beta), None
     (b, t, h, p), n, dtype = v.shape, k.shape[-1], result_dtype(v)
-    q, k, v, decay, beta = _heads_first(q, k, v, log_decay, beta)
+    log_decay = log_decay[..., None] if log_decay.dim() == beta.dim() else log_decay
+    rows = (unit(q) * n**-0.5, unit(k), v, log_decay, beta[..., None])  # to (b, h, t, channels), in float32 at least
+    q, k, v, decay, beta = (at_least_float32(m).transpose(1, 2).repeat_interleave(h // m.shape[2], 1) for m in rows)
     state = v.new_zeros(b, h, n, p) if initial_state is None else initial_state.to(v.dtype)
     parts = []
     for start in range(0, t, CHUNK):
@@ -71,11 +73,3 @@ def delta_step(state: Tensor, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor
     y, new = delta_rule(q[:, None], k[:, None], v[:, None], log_decay[:, None], beta[:, None], state)
     state.copy_(new)  # type: ignore[arg-type]
     return y[:, 0]
-
-
-def _heads_first(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor) -> list[Tensor]:
-    """All as (b, h, t, channels) in float32 at least, q and k of length 1 (q divided by sqrt(n) as well)."""
-    log_decay = log_decay[..., None] if log_decay.dim() == beta.dim() else log_decay
-    rows = unit(q) * k.shape[-1] ** -0.5, unit(k), v, log_decay, beta[..., None]
-    h = v.shape[2]
-    return [at_least_float32(m).transpose(1, 2).repeat_interleave(h // m.shape[2], 1) for m in rows]

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, Cache
 from transformers.cache_utils import StaticCache
 
 from .graft import GraftMixer, make_room
-from .layer_graft import put_layer_graft
+from .layer_graft import LayerGraftMixer
 
 
 @dataclass(frozen=True)
@@ -75,10 +75,13 @@ class GraftedModel:
             raise ValueError(f"a graft of kind '{kind}' went with version 0.30")
         if mixer is None:
             raise ValueError(f"layer {entry['layer']} holds no mixer that can be grafted")
-        if kind == "layer":
-            put_layer_graft(self.base_model.layers[entry["layer"]], mixer, self.config.hidden_size, entry, place)
-        else:
+        if kind == "head":
             mixer.put_graft(entry, place)
+            return
+        block, graft = self.base_model.layers[entry["layer"]], LayerGraftMixer(self.config.hidden_size, entry, place)
+        for buffer in mixer._non_persistent_buffers_set:  # into which a stock model's initialisation writes
+            graft.register_buffer(buffer, mixer._buffers[buffer], persistent=False)
+        block.set_submodule(next(name for name, module in block.named_modules() if module is mixer), graft)
 
     def mixer_at(self: Any, layer: int) -> Any:
         """The mixer of a layer that can be grafted, or None."""

@@ -142,15 +142,6 @@ class LayerGraftMixer(nn.Module):
         return super()._apply(fn, recurse)
 
 
-def put_layer_graft(block: nn.Module, mixer: nn.Module, hidden_size: int, entry: dict[str, Any], cache_place: int) -> None:
-    """Put a layer graft in the place of a block's mixer."""
-    name = next(name for name, module in block.named_modules() if module is mixer)
-    graft = LayerGraftMixer(hidden_size, entry, cache_place)
-    for buffer in mixer._non_persistent_buffers_set:  # into which a stock model's initialisation writes
-        graft.register_buffer(buffer, mixer._buffers[buffer], persistent=False)
-    block.set_submodule(name, graft)
-
-
 def frequencies(rope: dict[str, Any] | None) -> tuple[tuple[float, ...], float]:
     """Radians per token of every pair of dimensions that turns, and what multiplies cosines and sines."""
     if rope is None:

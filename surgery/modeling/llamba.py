@@ -202,6 +202,7 @@ class LlambaPreTrainedModel(PreTrainedModel):
 
     config_class = LlambaConfig
     base_model_prefix = "backbone"
+    _input_embed_layer = "embedding"
     supports_gradient_checkpointing = True
     _is_stateful = True
     _no_split_modules = ["LlambaBlock"]
@@ -231,12 +232,6 @@ class LlambaModel(HybridBackbone, LlambaPreTrainedModel):
         self.put_grafts()
         self.post_init()
 
-    def get_input_embeddings(self) -> nn.Module:
-        return self.embedding
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        self.embedding = value  # type: ignore[assignment]
-
 
 class LlambaForCausalLM(SSMLanguageModel, LlambaPreTrainedModel, GenerationMixin):
     """The language model: base (no grafts) and hybrid."""
@@ -250,12 +245,6 @@ class LlambaForCausalLM(SSMLanguageModel, LlambaPreTrainedModel, GenerationMixin
         bias = config.lm_head_bias and not config.tie_word_embeddings  # a tied head is the embedding alone
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=bias)
         self.post_init()
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self.backbone.embedding
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        self.backbone.embedding = value  # type: ignore[assignment]
 
 
 FAMILY = Family(LlambaForCausalLM, LlambaForCausalLM, LlambaMixer).register(LlambaModel)

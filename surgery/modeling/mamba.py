@@ -31,7 +31,7 @@ from .graft import ChannelGraft, GraftMixer, Streams, convolve
 from .hybrid import Family, HybridConfig
 from .packing import Packing
 from .reference import at_least_float32
-from .ssm import HybridBackbone, HybridBlock, SSMLanguageModel, gated, time_step
+from .ssm import HybridBackbone, SSMLanguageModel, gated, time_step
 
 try:
     from surgery.kernels.selective import selective_scan, selective_step
@@ -116,14 +116,7 @@ class MambaHybridModel(HybridBackbone, MambaModel):
     """The backbone: all mixers are ours."""
 
     config_class = MambaHybridConfig
-
-    def __init__(self, config: MambaHybridConfig):
-        super().__init__(config)
-        norms: list[Any] = [block.norm for block in self.layers]
-        blocks = (HybridBlock(config, norm, MambaHybridMixer(config, layer)) for layer, norm in enumerate(norms))
-        self.layers = nn.ModuleList(blocks)
-        self.put_grafts()
-        self.post_init()
+    mixer_class = MambaHybridMixer
 
 
 class MambaHybridForCausalLM(SSMLanguageModel, MambaForCausalLM):

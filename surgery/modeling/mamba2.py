@@ -44,7 +44,7 @@ from .graft import GraftMixer, Streams, convolve
 from .hybrid import Family, HybridConfig
 from .packing import Packing
 from .reference import at_least_float32
-from .ssm import HybridBackbone, HybridBlock, SSMLanguageModel, rms_norm, time_step
+from .ssm import HybridBackbone, SSMLanguageModel, rms_norm, time_step
 
 try:
     from surgery.kernels.ssd import ssd_scan, ssd_step
@@ -126,14 +126,7 @@ class Mamba2HybridModel(HybridBackbone, Mamba2Model):
     """The backbone: all mixers are ours."""
 
     config_class = Mamba2HybridConfig
-
-    def __init__(self, config: Mamba2HybridConfig):
-        super().__init__(config)
-        norms: list[Any] = [block.norm for block in self.layers]
-        blocks = (HybridBlock(config, norm, Mamba2HybridMixer(config, layer)) for layer, norm in enumerate(norms))
-        self.layers = nn.ModuleList(blocks)
-        self.put_grafts()
-        self.post_init()
+    mixer_class = Mamba2HybridMixer
 
 
 class Mamba2HybridForCausalLM(SSMLanguageModel, Mamba2ForCausalLM):

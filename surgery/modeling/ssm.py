@@ -41,10 +41,21 @@ class HybridBlock(GradientCheckpointingLayer):
 
 
 class HybridBackbone(GraftedModel):
-    """A mixin before a backbone of transformers with `layers` and a norm behind them."""
+    """A mixin before a backbone of transformers with `layers` and a norm behind them. mixer_class: makes the mixers in
+    the place of stock ones, where there are some."""
 
+    mixer_class: Any = None
     last_norm = "norm_f"
     _no_split_modules: Any = ["HybridBlock"]
+
+    def __init__(self: Any, config: Any):
+        super().__init__(config)  # type: ignore[call-arg]
+        if self.mixer_class is not None:
+            norms = [block.norm for block in self.layers]
+            blocks = (HybridBlock(config, norm, self.mixer_class(config, layer)) for layer, norm in enumerate(norms))
+            self.layers = nn.ModuleList(blocks)
+            self.put_grafts()
+            self.post_init()
 
     def forward(
         self: Any,
