@@ -133,7 +133,12 @@ def count_cache_bytes(source: PreTrainedConfig | PreTrainedModel, dtype: str | N
     config = source if isinstance(source, PreTrainedConfig) else source.config
     config = copy.deepcopy(config.get_text_config(decoder=True))
     wanted: torch.dtype = getattr(torch, dtype) if dtype else getattr(config, "dtype", None) or torch.float32
-    kinds = _kinds(config)
+    # What each layer is, as far as its cache is concerned. Grafted layers are each a kind of their own.
+    depth = next((getattr(config, name) for name in DEPTHS if getattr(config, name, None)), 0)
+    lists = [getattr(config, name) for name in LISTS if isinstance(getattr(config, name, None), list)]
+    kinds: list[Any] = [str(row) for row in zip(*lists, strict=False)] if lists else [""] * depth
+    if getattr(config, "grafts", None):
+        kinds = list(range(depth))
     depth = max(kinds.index(kind) for kind in kinds) + 1
     if config.model_type.startswith("zamba"):  # its hybrid layers share weights: a single one cannot be made
         depth = [place for place, kind in enumerate(kinds) if "hybrid" in kind][1] + 1
@@ -143,15 +148,6 @@ def count_cache_bytes(source: PreTrainedConfig | PreTrainedModel, dtype: str | N
         one.token = other.token - one.token
     layers = [first[kinds.index(kind)] for kind in kinds] + first[depth:]
     return CacheBytes(config.model_type, wanted, [layer for layer, _ in layers], sum(integers for _, integers in layers))
-
-
-def _kinds(config: Any) -> list[Any]:
-    """What each layer is, as far as its cache is concerned. Grafted layers are each a kind of their own."""
-    depth = next((getattr(config, name) for name in DEPTHS if getattr(config, name, None)), 0)
-    if getattr(config, "grafts", None):
-        return list(range(depth))
-    lists = [getattr(config, name) for name in LISTS if isinstance(getattr(config, name, None), list)]
-    return [str(row) for row in zip(*lists, strict=False)] if lists else [""] * depth
 
 
 def _hollow(config: Any, depth: int, dtype: torch.dtype) -> Any:

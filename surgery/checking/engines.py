@@ -80,7 +80,9 @@ def compare_engine(live: PreTrainedModel, folder: Path, engine: str, python: Pat
     worst, bound, others, tokens, where = 0.0, 0.0, 0, 0, ""
     for how, prompt, steps in asked:
         text = [*prompt, *(token for token, _ in steps[:-1])]
-        own = _log_probabilities(live, text, len(steps))
+        with torch.no_grad():  # after each token that the engine was to choose: (steps, V), in float64
+            logits = live(input_ids=torch.tensor([text]), use_cache=False).logits[0, -len(steps) :]
+        own = logits.double().log_softmax(-1)
         allowed = rounding(own.abs().max().item(), len(text), live.config.num_hidden_layers, torch.float32)
         difference, wrong = _compare(own, allowed, steps)
         place = f"after a prompt of {len(prompt)} tokens, {how}"
@@ -93,12 +95,6 @@ def compare_engine(live: PreTrainedModel, folder: Path, engine: str, python: Pat
     kept = sum(count for _, count, _ in said["cached"])
     failed = " ".join(said["failed"].split())[:200]
     return EngineFinding(engine, said["version"], worst, bound, tokens, others, where, kept, failed)
-
-
-@torch.no_grad()
-def _log_probabilities(live: Any, text: list[int], count: int) -> Tensor:
-    """After each of the last `count` tokens of a text: (count, V), in float64."""
-    return live(input_ids=torch.tensor([text]), use_cache=False).logits[0, -count:].double().log_softmax(-1)
 
 
 def _compare(own: Tensor, allowed: float, steps: list[Any]) -> tuple[float, list[int]]:

@@ -255,6 +255,12 @@ class Subject:
             generate: Any = self.model.generate
             return generate(ids, generation_config=GenerationConfig(**options | given), **named)
 
+    def continue_by_generate(self, prompt: int, new: int, **named: Any) -> tuple[Tensor, Tensor]:
+        """Logits of every new token behind so many of the first row, as `generate` finds them, and as one forward of the whole
+        text does."""
+        made = self.generate(self.ids[:1, :prompt], new, **named)
+        return torch.stack(made.logits, 1), self.logits(made.sequences)[:, prompt - 1 : -1]
+
     def judge(self, name: str, found: Tensor, right: Tensor, own: float | None = None) -> Case:
         """A case from its two logits. own: its own bound."""
         if found.shape != right.shape:
@@ -262,8 +268,15 @@ class Subject:
         bound = self.bound(right) if own is None else own
         apart = (found.double() - right.double()).abs()
         difference = math.inf if not torch.isfinite(apart).all() else apart.max().item()
-        verdict: Verdict = "right" if difference <= bound and difference < math.inf else "wrong"
-        return Case(name, verdict, difference, bound, "" if verdict == "right" else place_of(apart))
+        if difference <= bound and difference < math.inf:
+            return Case(name, "right", difference, bound, "")
+        where = ""
+        if apart.dim() == 3:  # the token at which it is largest, and the first one at which there is any to speak of
+            tokens = apart.nan_to_num(math.inf).amax(dim=(0, 2))
+            worst = int(tokens.argmax())
+            first = int((tokens >= tokens[worst] / 100).nonzero()[0])
+            where = f"token {worst}" if first == worst else f"token {worst}, from token {first} on"
+        return Case(name, "wrong", difference, bound, where)
 
     def bound(self, right: Tensor) -> float:
         """How far apart two right computations of these logits may be."""
@@ -271,16 +284,6 @@ class Subject:
         if self.exact:
             return EXACT * max(1.0, largest)
         return rounding(largest, self.length, self.layers, self.dtype)
-
-
-def place_of(apart: Tensor) -> str:
-    """The token at which a difference (b, t, V) is largest, and the first one at which there is any to speak of."""
-    if apart.dim() != 3:
-        return ""
-    tokens = apart.nan_to_num(math.inf).amax(dim=(0, 2))
-    worst = int(tokens.argmax())
-    first = int((tokens >= tokens[worst] / 100).nonzero()[0])
-    return f"token {worst}" if first == worst else f"token {worst}, from token {first} on"
 
 
 class WideCasts(TorchFunctionMode):

@@ -1,18 +1,15 @@
 """`generate` gives the tokens, and their logits, of a loop without a cache."""
 
-import torch
-
 from surgery.checking.law import Law, Subject
 
 PROMPT, NEW = 20, 5
 
 
 def cases(s: Subject):
-    def run(cached: bool):
-        made = s.generate(s.ids[:1, :PROMPT], NEW, use_cache=cached)
-        return torch.stack(made.logits, 1), s.logits(made.sequences)[:, PROMPT - 1 : -1]
-
-    return {"with a cache": lambda: run(True), "use_cache=False": lambda: run(False)}
+    return {
+        "with a cache": lambda: s.continue_by_generate(PROMPT, NEW),
+        "use_cache=False": lambda: s.continue_by_generate(PROMPT, NEW, use_cache=False),
+    }
 
 
 LAW = Law(

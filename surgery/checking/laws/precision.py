@@ -18,14 +18,12 @@ def cases(s: Subject):
         if compares(s.model.config) and found.isfinite().all():  # the tokens that are nearest: no turn has reached them
             nearest = (found - right).abs().amax(dim=(0, 2)).argsort()[: s.length // FIRST]
             found, right = found[:, nearest], right[:, nearest]
-        return found, right, max(least, TIMES * off_by_one(torch.finfo(dtype).eps))
-
-    def off_by_one(eps):
-        rounded, generator = prepared(s.model), torch.Generator().manual_seed(0)
+        rounded, generator, eps = prepared(s.model), torch.Generator().manual_seed(0), torch.finfo(dtype).eps
         with torch.no_grad(), s.precision():
             for tensor in rounded.parameters():
                 tensor.mul_(1 + eps * (torch.rand(tensor.shape, generator=generator, dtype=tensor.dtype) - 0.5))
-            return (rounded(input_ids=s.ids[:1], use_cache=False).logits - s.right).abs().max().item()
+            off_by_one = (rounded(input_ids=s.ids[:1], use_cache=False).logits - s.right).abs().max().item()
+        return found, right, max(least, TIMES * off_by_one)
 
     dtypes = (torch.float32, torch.bfloat16, torch.float16) if s.exact else (torch.bfloat16, torch.float16)
     return {str(dtype).removeprefix("torch."): lambda dtype=dtype: run(dtype) for dtype in dtypes}
