@@ -186,9 +186,9 @@ def _fewer_layers(fields: dict[str, Any]) -> dict[str, Any]:
 
 @torch.no_grad()
 def first_of_each_kind(model: Any) -> Any:
-    """A hybrid with its own weights, but with only the first layer of each kind, two at least, and the first WORDS words. So
-    its code, settings and grafts are checked in a time that does not grow with its depth. A small model, and one whose
-    configuration cannot be cut so, is returned as it is."""
+    """A hybrid with its own weights, but with only the first layer of each kind, two at least, the first WORDS words, and short
+    chunks of the scan. So its code, settings and grafts are checked in a time that does not grow with its depth. A small model,
+    and one whose configuration cannot be cut so, is returned as it is."""
     config, grafts = model.config, {entry["layer"]: entry for entry in getattr(model.config, "grafts", None) or ()}
     if sum(p.numel() for p in model.parameters()) <= SMALL or config.model_type in UNCUT:
         return model
@@ -199,6 +199,7 @@ def first_of_each_kind(model: Any) -> Any:
     kept = kept if len(kept) > 1 else list(range(min(2, depth)))
     fields = config.to_dict() | {"num_hidden_layers": len(kept), "vocab_size": min(WORDS, config.vocab_size)}
     fields |= {name: [each[layer] for layer in kept] for name, each in lists.items()}
+    fields |= {name: min(SIZES[name], fields[name]) for name in ("chunk_size", "mamba_chunk_size") if fields.get(name)}
     fields["grafts"] = [grafts[layer] | {"layer": place} for place, layer in enumerate(kept) if layer in grafts]
     with torch.random.fork_rng(devices=[]), no_init_weights():
         few = type(model)(type(config)(**fields)).to(model.dtype).eval()

@@ -1,6 +1,7 @@
 """export: a hybrid as a folder that others can load, proved equal in a fresh process before it takes its place."""
 
 import importlib
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -114,7 +115,7 @@ def write_export(
 ) -> Proof | None:
     """Fill an empty folder with an export, and prove it. home: where the folder will lie. The rest is as in export()."""
     place = base if base is not None else plan.provenance.base if plan is not None and plan.provenance else "unknown"
-    with start_reader(hybrid) as process:
+    with start_reader(hybrid) as process, ThreadPoolExecutor(1) as beside:
         if format == "patch":
             options |= {"base": place, "home": home}
         module, _, function = FORMATS[format].partition(":")
@@ -123,10 +124,11 @@ def write_export(
             plan.write(folder / PLAN)
         if report is not None:
             report.write(folder / REPORT)
-        reader, proof = READERS.get(format), None
+        reader, proof, files = READERS.get(format), None, beside.submit(list_files, folder)
         if reader is not None:
             proof = prove(process, hybrid, len(tokenizer), folder, reader=reader, verify=verify, base=str(place))
             say(f"export: {proof}")
+        listed = files.result()
     record = Export(
         format=format,
         toolkit=installed_version("mamba-surgery"),
@@ -136,7 +138,7 @@ def write_export(
         fingerprint=fingerprint(hybrid),
         parameters=sum(p.numel() for p in getattr(hybrid, "graft_parameters", dict)().values()),
         proof=proof,
-        files=list_files(folder),
+        files=listed,
     )
     record.write(folder / RECORD)
     write_card(folder, record, home.resolve().name, plan, report)

@@ -17,7 +17,7 @@ from safetensors.torch import save
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
-LENGTHS = {"quick": (6, 40), "full": (1, 6, 17, 40)}  # tokens of the prompts
+LENGTHS = {"quick": (6, 24), "full": (1, 6, 17, 40)}  # tokens of the prompts
 NEW = {"quick": 4, "full": 64}  # greedy tokens
 
 
