@@ -20,7 +20,7 @@ places cost the layers from the head's on, and are measured on some of the quest
 and heads of the layers that are needed as a whole, since a gather head may have no slope at all.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any, Literal
@@ -113,6 +113,24 @@ class Ablator:
             if each not in cached:
                 each.at["query"] = self.run((each, "query"))[0]
 
+    def silencer(self) -> Callable[[Sequence[Costs]], float]:
+        """For a search: the mean cost of silencing units at the query, at most that of a guess, on the chosen questions."""
+        batches = self.encoded.part(self.chosen).batches(self.batch_size, one_length=True)
+        try:
+            replays = [QueryReplay(self.model, batch) for _, batch in batches]
+        except ValueError:
+            return lambda costs: min(float(self.run(*((each, "query") for each in costs))[0].mean()), self.guess)
+        masks = [torch.ones_like(replay.ids[:, replay.begin :], dtype=torch.bool) for replay in replays]
+
+        def cost(costs: Sequence[Costs]) -> float:
+            rises = []
+            for replay, mask in zip(replays, masks, strict=True):
+                with ablated([(unit, mask) for each in costs for unit in each.units]):
+                    rises.append(replay.losses() - replay.loss)
+            return min(torch.cat(rises).mean().item(), self.guess)
+
+        return cost
+
     def at_places(self, costs: Iterable[Costs], places: Sequence[str] = PLACES) -> None:
         """Measure other places, on the chosen questions."""
         for each in bar(list(costs), f"roles: {' and '.join(places[:2])}"):
@@ -203,24 +221,27 @@ def merge_groups(groups: Sequence[Costs]) -> list[Costs]:
 def find_stand_ins(ablator: Ablator, aggregate: Sequence[Costs], layers: Sequence[Costs], tests: int) -> list[Costs]:
     """The layers that are needed at the query where the aggregate units are silent, as one group: as few of all layers as
     together cost what all cost, or a guess. Nothing where the aggregate units cost that much."""
-
-    def cost(*more: Costs) -> np.ndarray:
-        return ablator.run(*((each, "query") for each in (*aggregate, *more)))[0]
-
-    alone, chosen = cost(), list(layers)
-    if alone.mean() >= min(cost(*layers).mean(), ablator.guess) - COST:
+    cost, left, chosen, general = ablator.silencer(), list(layers), list[Costs](), list[Costs]()
+    if cost(aggregate) >= cost([*aggregate, *left]) - COST:
         return []
-    ablator.at_places(layers, ("spans", "elsewhere"))
-    chosen = [layer for layer in layers if not is_general(ablator, layer, tests)]
-    enough = min(cost(*chosen).mean(), ablator.guess) - COST
-    for layer in tuple(chosen):
-        rest = [each for each in chosen if each is not layer]
-        chosen = rest if cost(*rest).mean() >= enough else chosen
+    while not chosen or general:
+        chosen = left = [layer for layer in left if layer not in general]
+        enough = cost([*aggregate, *left]) - COST
+        for layer in bar(left, "roles: layers that stand in for each other"):
+            rest = [each for each in chosen if each is not layer]
+            chosen = rest if cost([*aggregate, *rest]) >= enough else chosen
+        if not chosen:
+            return []
+        ablator.at_places(chosen, ("spans", "elsewhere"))
+        general = [layer for layer in chosen if is_general(ablator, layer, tests)]
     group = Costs(
         tuple(unit for layer in chosen for unit in layer.units), " + ".join(each.name for each in chosen), ("aggregate",)
     )
-    group.at["query"] = cost(group) - alone
-    return [group] if chosen and is_needed(group.at["query"], tests) else []
+    before = tuple(unit for each in aggregate for unit in each.units)
+    alone, both = Costs(before, "what aggregates"), Costs((*before, *group.units), "with what stands in")
+    ablator.at_query([alone, both])
+    group.at["query"] = both.at["query"] - alone.at["query"]
+    return [group] if is_needed(group.at["query"], tests) else []
 
 
 def name_roles(ablator: Ablator, heads: Sequence[Costs], groups: Sequence[Costs], layers: Sequence[Costs], tests: int) -> Found:
