@@ -50,10 +50,10 @@ def export(
     measured = None if report is None else read_record(check_file(report) or report, Report)
     from surgery.exporting.export import PLAN
     from surgery.exporting.export import export as export_hybrid
-    from surgery.exporting.patch import RECORD, Patch, is_patch, join_patch
+    from surgery.exporting.patch import RECORD, Patch, join_patch
 
     plan = Plan.read(Path(hybrid) / PLAN) if (Path(hybrid) / PLAN).exists() else None
-    if is_patch(hybrid):
+    if (Path(hybrid) / RECORD).is_file():  # a patch
         model, tokenizer = join_patch(hybrid, base)
         base = base or Patch.read(Path(hybrid) / RECORD).base.place(Path(hybrid))
     else:

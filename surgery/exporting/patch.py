@@ -99,19 +99,20 @@ def join_patch(folder: str | Path, base: str | Path | None = None, **options: An
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(folder)
-    weights = _read_weights(folder, patch)
-    check_base(patch, unique_tensors(original))
-    return _join(patch, weights, original, folder), tokenizer
-
-
-def check_base(patch: Patch, tensors: dict[str, Tensor]) -> None:
-    """Raise UserError, by its name, for the first tensor of a base that is not the one which the patch was made for."""
+    path = folder / WEIGHTS
+    try:
+        if file_digest(path) != patch.weights:
+            raise UserError(f"{path} is damaged: it is not the file that {RECORD} describes")
+        weights = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"cannot read {path}: {error}") from error
+    digests = tensor_digests(unique_tensors(original))
     refused = f"this is not the base that the patch was made for ({patch.base.name})"
-    if strays := sorted(tensors.keys() ^ patch.base_tensors.keys()):
+    if strays := sorted(digests.keys() ^ patch.base_tensors.keys()):
         raise UserError(f"{refused}: {'it lacks' if strays[0] in patch.base_tensors else 'the patch knows no'} '{strays[0]}'")
-    for name, digest in tensor_digests(tensors).items():
-        if digest != patch.base_tensors[name]:
-            raise UserError(f"{refused}: the tensor '{name}' differs (a copy in another precision is another base)")
+    if other := next((name for name, digest in digests.items() if digest != patch.base_tensors[name]), None):
+        raise UserError(f"{refused}: the tensor '{other}' differs (a copy in another precision is another base)")
+    return _join(patch, weights, original, folder), tokenizer
 
 
 def _join(patch: Patch, weights: dict[str, Tensor], original: PreTrainedModel, folder: Path) -> PreTrainedModel:
@@ -175,18 +176,3 @@ def _same(first: Tensor, second: Tensor) -> bool:
     if first.data_ptr() == second.data_ptr():
         return True
     return torch.equal(*(t.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for t in (first, second)))
-
-
-def _read_weights(folder: Path, patch: Patch) -> dict[str, Tensor]:
-    path = folder / WEIGHTS
-    try:
-        if file_digest(path) != patch.weights:
-            raise UserError(f"{path} is damaged: it is not the file that {RECORD} describes")
-        return load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"cannot read {path}: {error}") from error
-
-
-def is_patch(name: str | Path) -> bool:
-    """Whether a folder holds a patch."""
-    return (Path(name) / RECORD).is_file()

@@ -161,7 +161,11 @@ class HybridLanguageModel(GraftedModel):
         cache = one_cache(kwargs.get("cache_params"), kwargs.get("past_key_values"))
         mask, embedded = kwargs.get("attention_mask"), kwargs.get("inputs_embeds")
         if kwargs.get("is_first_iteration") and kwargs.get("next_sequence_length") is None and cache:
-            seen, whole = tokens_in(cache), (input_ids if embedded is None else embedded).shape[1]
+            whole = (input_ids if embedded is None else embedded).shape[1]
+            try:
+                seen = int(cache.get_seq_length())
+            except ValueError:  # none of its layers counts, in a pure SSM without grafts: what `generate` has noted, or 0
+                seen = getattr(cache, "tokens_read", 0) if cache.has_previous_state() else 0
             told = kwargs.get("position_ids") if mask is None else mask  # `generate` drops a mask without pads
             if 0 < seen < whole and (told is None or told.shape[-1] == whole):
                 kwargs["next_sequence_length"] = whole - seen
@@ -190,15 +194,6 @@ class HybridLanguageModel(GraftedModel):
         if told is not None and isinstance(cache := outputs.get(self.cache_name), Cache):
             cache.tokens_read = told.shape[-1]  # type: ignore[attr-defined]
         return super()._update_model_kwargs_for_generation(outputs, model_kwargs, *args, **kwargs)  # type: ignore[misc]
-
-
-def tokens_in(cache: Cache) -> int:
-    """How many tokens a cache has read. Where none of its layers counts them, those of a pure SSM without grafts: how many
-    `generate` has noted, or 0."""
-    try:
-        return int(cache.get_seq_length())
-    except ValueError:
-        return getattr(cache, "tokens_read", 0) if cache.has_previous_state() else 0
 
 
 def one_cache(cache_params: Cache | None, past_key_values: Cache | None) -> Cache | None:

@@ -11,7 +11,7 @@ White space at a prompt's end belongs to what follows (`divided`).
 A thousand questions with 64 candidates each are 64,000 long texts that differ in the last token or two. Most tokenizers never
 join what stands before a space between two visible characters to what stands behind it. For them the beginning of the prompt is
 left out (`_tail`). A tokenizer is trusted with that if no entry of its vocabulary crosses such a space and if it cuts a few
-trial texts in the same way with the beginning and without it (`_is_local`).
+trial texts in the same way with the beginning and without it (`_try_barriers`).
 """
 
 import bisect
@@ -62,7 +62,10 @@ def encode_continuations(tokenizer: PreTrainedTokenizerBase, texts: Sequence[tup
     prompt's last token."""
     if not texts:
         return []  # some tokenizers refuse an empty list
-    cut = _tail if _is_local(tokenizer) else str
+    known = _local.get(tokenizer)  # whether it joins nothing across a barrier
+    if known is None or known[0] != len(tokenizer):
+        known = _local[tokenizer] = (len(tokenizer), _try_barriers(tokenizer))
+    cut = _tail if known[1] else str
     tails = {prompt: cut(prompt) for prompt in dict.fromkeys(prompt for prompt, _ in texts)}
     short = [(tails[prompt], text) for prompt, text in texts]
     distinct = sorted({tail for tail, _ in short} | {tail + text for tail, text in short})
@@ -131,14 +134,6 @@ def _tail(prompt: str) -> str:
     however the tokenizer begins a text."""
     barriers = [match.start() for match in BARRIER.finditer(prompt, max(0, len(prompt) - REACH))]
     return prompt[barriers[-2] :] if len(barriers) > 1 else prompt
-
-
-def _is_local(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether a tokenizer joins nothing across a barrier."""
-    known = _local.get(tokenizer)
-    if known is None or known[0] != len(tokenizer):
-        known = _local[tokenizer] = (len(tokenizer), _try_barriers(tokenizer))
-    return known[1]
 
 
 def _try_barriers(tokenizer: PreTrainedTokenizerBase) -> bool:

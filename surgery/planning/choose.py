@@ -46,7 +46,15 @@ def choose(
     if not units:
         raise UserError("the model has no SSM head that could become attention")
     if options.kind == "layer":
-        return choose_layers(units, options, seed)
+        layers = dict.fromkeys(each.site.layer for each in units)  # whose heads lead the ranking
+        return Plan(
+            kind="layer",
+            sites=options.sites or tuple(Site(layer) for layer in list(layers)[: options.layers]),
+            width=options.width,
+            donor=options.donor,
+            donor_layers=options.donor_layers,
+            seed=seed,
+        )
     starts = {name: each.start for each in units for name in each.site.head_names}
     if options.sites is not None:
         known = {f"L{each.site.layer}" for each in units}
@@ -141,12 +149,3 @@ def grow_plan(
         plan, best = tried, found
     assert plan is not None  # the first unit is always taken
     return plan
-
-
-def choose_layers(units: Sequence[HeadScore], options: PlanOptions, seed: int) -> Plan:
-    """Layer grafts at the layers whose heads lead the ranking, or at options.sites."""
-    layers = dict.fromkeys(each.site.layer for each in units)
-    sites = options.sites or tuple(Site(layer) for layer in list(layers)[: options.layers])
-    return Plan(
-        kind="layer", sites=sites, width=options.width, donor=options.donor, donor_layers=options.donor_layers, seed=seed
-    )

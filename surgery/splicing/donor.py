@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from surgery.errors import UserError
 from surgery.modeling.layer_graft import LayerGraft
 from surgery.records.plan import Plan
-from surgery.records.site import Site
 
 DONORS = ("llama", "mistral", "phi3", "qwen2", "qwen3", "smollm3")
 WHY_NOT = {
@@ -130,12 +129,3 @@ def read_rope(donor: Any, attention: Any) -> dict[str, Any] | None:
     if rotary.rope_type == "default":
         return {"dim": 2 * len(fresh.inv_freq), "theta": float(donor.config.rope_parameters["rope_theta"])}
     return {"inv_freq": fresh.inv_freq.tolist(), "scaling": float(fresh.attention_scaling)}
-
-
-def check_layer(hybrid: Any, site: Site) -> None:
-    """Raise UserError for a layer that the model lacks, or in which there is no mixer to replace."""
-    layers = hybrid.config.num_hidden_layers
-    if site.layer >= layers:
-        raise UserError(f"the model has no site {site}: it has layers 0 to {layers - 1}")
-    if hybrid.mixer_at(site.layer) is None:
-        raise UserError(f"{site} cannot be grafted: it holds no SSM, which attention could replace")

@@ -20,7 +20,7 @@ from surgery.modeling.graft import ABSENT, NATS, ChannelGraft, is_plain
 from surgery.modeling.layer_graft import LayerGraftMixer
 from surgery.records.plan import Plan, Start
 from surgery.records.site import Site
-from surgery.splicing.donor import LayerStart, check_layer, fill_layer, layer_starts
+from surgery.splicing.donor import LayerStart, fill_layer, layer_starts
 
 OWN = ("model_type", "architectures", "grafts", "auto_map")  # fields whose values differ between base and hybrid
 CHOSEN = ("_attn_implementation_internal", "_experts_implementation_internal", "_name_or_path")
@@ -56,7 +56,10 @@ def splice(model: Any, plan: Plan, donor: Any = None) -> Any:
     layers: dict[int, LayerStart] = {}
     if plan.kind == "layer":
         for site in plan.sites:
-            check_layer(hybrid, site)
+            if site.layer >= (number := hybrid.config.num_hidden_layers):
+                raise UserError(f"the model has no site {site}: it has layers 0 to {number - 1}")
+            if hybrid.mixer_at(site.layer) is None:
+                raise UserError(f"{site} cannot be grafted: it holds no SSM, which attention could replace")
         layers = layer_starts(hybrid.config.hidden_size, plan, donor)
     entries = [each.entry for each in layers.values()] or [describe(hybrid, site, plan) for site in plan.sites]
     for parameter in hybrid.parameters():
@@ -197,7 +200,10 @@ def contain(source: Any, kind: Any, config: Any, with_adapters: bool = True) -> 
         elif isinstance(theirs, LayerGraftMixer):
             (theirs,) = theirs.replaced
         if next(module.children(), None) is None:
-            model.set_submodule(name, theirs if with_adapters else unwrapped(theirs))
+            wrappers = () if with_adapters else ("base_layer", "original_module")  # of PEFT
+            while (wrapper := next((each for each in wrappers if hasattr(theirs, each)), None)) is not None:
+                theirs = getattr(theirs, wrapper)
+            model.set_submodule(name, theirs)
             continue
         for leaf in list(module._parameters):
             module._parameters[leaf] = theirs._parameters[leaf]
@@ -210,13 +216,6 @@ def contain(source: Any, kind: Any, config: Any, with_adapters: bool = True) -> 
             setattr(model, note, vars(source)[note])
     model.generation_config = copy.deepcopy(getattr(source, "generation_config", None))
     return model.train(source.training)
-
-
-def unwrapped(module: nn.Module) -> nn.Module:
-    """What PEFT has wrapped, if it has."""
-    while (inner := getattr(module, "base_layer", getattr(module, "original_module", None))) is not None:
-        module = inner
-    return module
 
 
 @contextmanager
