@@ -15,7 +15,7 @@ from surgery.cli.options import (
     Settings,
     Trust,
     check_data,
-    check_models,
+    check_model,
     open_model,
     read_config,
 )
@@ -30,7 +30,7 @@ REQUIREMENT = re.compile(r"([\w.]+)\s*(>=|<=)\s*([-+]?[\d.]+)")
 
 def bench(
     base: ModelArgument,
-    models: Annotated[list[str], typer.Argument(metavar="HYBRID...", help="What is compared with it.", callback=check_models)],
+    models: Annotated[list[str], typer.Argument(metavar="HYBRID...", help="What is compared with it.")],
     out: OutFolder,
     recipe: RecipeOption = None,
     settings: Settings = [],  # noqa: B006
@@ -49,6 +49,8 @@ def bench(
       surgery bench checkpoints/tiny-mamba2 runs/mine/tuned --out runs/mine/bench
       surgery bench BASE HYBRID --set bench.pairs=[64] --require "kv.64>=0.8" --out bench
     """
+    for each in models:
+        check_model(each)
     options = read_recipe(recipe, settings, model=base)
     check_data(options.data)
     required = [_parse(each) for each in require]

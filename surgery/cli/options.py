@@ -36,11 +36,6 @@ def check_model(name: str) -> str:
     return name
 
 
-def check_models(names: list[str]) -> list[str]:
-    """As check_model, of several."""
-    return [check_model(name) for name in names]
-
-
 def check_file(path: Path | None) -> Path | None:
     """A file or folder that is there. Raises UserError."""
     if path is not None and not path.exists():

@@ -55,7 +55,12 @@ def judge(
         compared += f", {100 * share.mean:.0f}% [{100 * share.low:.0f}%, {100 * share.high:.0f}%] of what was missing"
     losses = lost(measurements, model)
     controls = {key: each for key, each in models.items() if each.role == "control" and each.behind is not None}
-    close = [each for each in controls.values() if each.behind is not None and not _ahead(each.behind, asked)]
+    # Controls that the main model is not shown to be better than.
+    close = [
+        each
+        for each in controls.values()
+        if (behind := each.behind) is not None and not (behind.high < 0 if asked.metric == "loss" else behind.low > 0)
+    ]
     answer, sentence = _answer(change, better, compared, losses, close)
     if at_chance(base, measurements, measurement):
         answer = "not judged"
@@ -102,11 +107,6 @@ def at_chance(base: ModelReport, measurements: Mapping[str, Measurement], measur
     family = measurement.partition(".")[0]
     guesses = {name: m.chance for name, m in measurements.items() if name.partition(".")[0] == family and m.chance}
     return bool(guesses) and all(base.results[name].low <= chance for name, chance in guesses.items())
-
-
-def _ahead(behind: Change, asked: Measurement) -> bool:
-    """Whether the main model is shown to be better than a control."""
-    return behind.high < 0 if asked.metric == "loss" else behind.low > 0
 
 
 def _said_of_controls(controls: Mapping[str, ModelReport], asked: Measurement, measurement: str) -> str:

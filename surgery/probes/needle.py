@@ -71,8 +71,12 @@ class Needle:
         """Raises UserError where the text cannot be read, or is too short for the length, or the length for the question."""
         rng = random.Random(f"needle {self.length} {self.depth} {seed}")
         text = [] if self.source in (TOY, "toy-training") else read_text(self.source).split()
-        unfilled = [self._draw(rng, text) for _ in range(n)]
-        return [self._fill(each) for each in unfilled]
+        questions = []
+        for unfilled in [self._draw(rng, text) for _ in range(n)]:
+            prompt = self._prompt(unfilled, self._fit_words(unfilled))
+            spans = tuple((begin := prompt.index(needle), begin + len(needle)) for needle in unfilled.needles)
+            questions.append(Question(prompt, unfilled.choices, unfilled.answer, spans, unfilled.last))
+        return questions
 
     def _draw(self, rng: random.Random, text: list[str]) -> Unfilled:
         count = self.length + SPARE  # more words than can fit, as a word has at least one token
@@ -92,11 +96,6 @@ class Needle:
         *before, last = [0] if self.needles == 1 else rng.sample(range(self.needles), self.queries)
         asked = "".join(f"\n{needles[i]}" for i in before) + f"\n{questions[last]}"
         return Unfilled(words, needles, asked, tuple(f" {number}" for number in numbers), told[last], last)
-
-    def _fill(self, unfilled: Unfilled) -> Question:
-        text = self._prompt(unfilled, self._fit_words(unfilled))
-        spans = tuple((text.index(needle), text.index(needle) + len(needle)) for needle in unfilled.needles)
-        return Question(text, unfilled.choices, unfilled.answer, spans, unfilled.last)
 
     def _prompt(self, unfilled: Unfilled, words: list[str]) -> str:
         """The prompt with `words` as the haystack: each needle stands behind a whole number of sentences."""

@@ -62,16 +62,14 @@ def _start(folder: str, longest: int, *, caching: bool):
     def ask(some: list[list[int]], counts: list[int]) -> list:
         how = [SamplingParams(temperature=0, max_tokens=count, logprobs=TOP, ignore_eos=True) for count in counts]
         done = llm.generate([{"prompt_token_ids": prompt} for prompt in some], how, use_tqdm=False)
-        return [(each.num_cached_tokens or 0, _steps(each.outputs[0])) for each in done]
+        answered = []
+        for each in done:
+            chosen = zip(each.outputs[0].token_ids, each.outputs[0].logprobs, strict=True)
+            steps = [[token, {str(other): entry.logprob for other, entry in found.items()}] for token, found in chosen]
+            answered.append((each.num_cached_tokens or 0, steps))
+        return answered
 
     return ask
-
-
-def _steps(output) -> list:
-    return [
-        [token, {str(other): entry.logprob for other, entry in each.items()}]
-        for token, each in zip(output.token_ids, output.logprobs, strict=True)
-    ]
 
 
 def version_of(package: str) -> str:

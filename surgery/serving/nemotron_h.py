@@ -36,7 +36,7 @@ def export_nemotron_h(hybrid: PreTrainedModel, tokenizer: PreTrainedTokenizerBas
     if reason := why_not(hybrid.config):
         raise UserError(f"the hybrid cannot be exported as nemotron_h: {reason}")
     spec = hybrid.config.grafts[0]
-    width = _width(spec)
+    width = next(each for each in WIDTHS if each >= spec["head_dim"])  # of the heads, as the kernels take it
     state = {name.replace(".graft.", "."): _fitted(name, m, spec, width) for name, m in hybrid.state_dict().items()}
     if hybrid.config.tie_word_embeddings:
         state["lm_head.weight"] = state["backbone.embeddings.weight"].clone()  # or it would not be written
@@ -44,11 +44,6 @@ def export_nemotron_h(hybrid: PreTrainedModel, tokenizer: PreTrainedTokenizerBas
     (folder / "config.json").write_text(json.dumps(fields(hybrid, width), indent=2) + "\n")
     save_tokenizer(tokenizer, folder)
     hybrid.generation_config.save_pretrained(folder)
-
-
-def _width(spec: dict[str, Any]) -> int:
-    """Of a graft's heads, as the kernels take it."""
-    return next(width for width in WIDTHS if width >= spec["head_dim"])
 
 
 def why_not(config: Any) -> str | None:

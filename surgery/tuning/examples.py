@@ -22,7 +22,7 @@ from surgery.probes import make_probe, probe_class, training_options
 from surgery.probes.bigrams import PairCounts, find_repeats
 from surgery.probes.kv import OPENING, ask_value, draw_dictionary, write_entry
 from surgery.probes.question import Question, with_spans
-from surgery.records.recipe import TOY, Data, Examples, Tune
+from surgery.records.recipe import TOY, Data, Tune
 from surgery.runtime.files import read_text
 from surgery.tuning.losses import IGNORE, Part
 from surgery.tuning.text import Source, check_apart, open_text, text_rows
@@ -133,13 +133,11 @@ class ExampleSource:
                 raise UserError(f"tune.examples: '{entry.probe}' asks for what is kept for bench (options.keys, options.part)")
             ends = [value if isinstance(value, list | tuple) else (value,) for value in entry.options.values()]
             for values in product(*ends):
-                probe = self._probe(entry, dict(zip(entry.options, values, strict=True)))
+                ends_of = training_options(entry.probe, dict(zip(entry.options, values, strict=True)))
+                probe = make_probe(entry.probe, tokenizer, **ends_of)
                 has_evidence |= probe.questions(1, FIRST_SEED)[0].evidence is not None
         if not has_evidence:
             raise UserError("tune.hints: no probe of tune.examples says where its answers are; kv, mqar and needle do")
-
-    def _probe(self, entry: Examples, options: dict[str, Any]) -> Any:
-        return make_probe(entry.probe, self.tokenizer, **training_options(entry.probe, options))
 
     def step(self, step: int, size: int | None = None) -> Part:
         """The examples of one step: of one entry, with the same numbers drawn from its ranges."""
@@ -156,7 +154,7 @@ class ExampleSource:
             queries = entry.queries or QUERIES
             examples = [dictionary_example(rng, drawn["pairs"], queries, between=drawn.get("between", 0)) for _ in range(count)]
         else:
-            probe = self._probe(entry, drawn)
+            probe = make_probe(entry.probe, self.tokenizer, **training_options(entry.probe, drawn))
             examples = [question_example(question) for question in draw_questions(probe, count, rng)]
         return encode_examples(self.tokenizer, examples)
 
