@@ -144,7 +144,8 @@ def look(
     numbers are not finite, and for a text that is too short.
     """
     print_ = fingerprint(model)
-    key = [print_, installed_version("mamba-surgery"), seed, None if text is None else file_digest(text), len(tokenizer)]
+    words = settings_digest(tokenizer.get_vocab())
+    key = [print_, installed_version("mamba-surgery"), seed, None if text is None else file_digest(text), words]
     kept = cache_folder("look") / f"{settings_digest(key)}.json"
     name = name or Path(str(model.name_or_path)).name
     if kept.is_file():

@@ -10,12 +10,14 @@ from typing import Any, TypeVar
 
 from surgery.evaluation.bench import bench
 from surgery.evaluation.controls import CONTROLS, PREFIX
+from surgery.evaluation.lm_eval import harness_measurements
+from surgery.evaluation.suites import Given, measurements
 from surgery.exporting.export import check_export, write_export
 from surgery.locating.attribution import graft_mixers
 from surgery.locating.locate import locate
 from surgery.locating.nulls import null_logits
 from surgery.models.digests import fingerprint
-from surgery.models.load import load
+from surgery.models.load import find_folder, load
 from surgery.planning.choose import choose, make_plan, read_plain_text
 from surgery.probes import make_probe, training_options
 from surgery.probes.question import Question
@@ -25,12 +27,14 @@ from surgery.records.recipe import Recipe, recipe_text
 from surgery.records.record import Record, provenance
 from surgery.records.report import Report
 from surgery.report.page import write_report
-from surgery.runtime.files import OutputFolder, file_digest, open_output
+from surgery.runtime.files import OutputFolder, file_digest, open_output, settings_digest
 from surgery.runtime.processes import is_main, on_main
 from surgery.runtime.progress import say
 from surgery.splicing.splice import adopt, splice
 from surgery.tuning.controls import PLANS, SLOW, SLOW_RATE, control_plan, trainable_control
+from surgery.tuning.examples import Batches
 from surgery.tuning.loop import tune
+from surgery.tuning.lora import match_targets
 
 R = TypeVar("R", bound=Record)
 FRESH = 30_011  # added to the seed: questions that the ranking has not seen
@@ -65,7 +69,9 @@ def run(
         )
         # What every stage depends on: the weights, the contents of files, the seed.
         print_ = fingerprint(base)
-        known = [print_, len(tokenizer), {str(path): file_digest(path) for path in recipe.data_files()}, recipe.seed]
+        words = settings_digest(tokenizer.get_vocab())
+        known = [print_, words, {str(path): file_digest(path) for path in recipe.data_files()}, recipe.seed]
+        check_recipe(base, tokenizer, recipe)
         if is_main():
             output.write("recipe.yaml", recipe_text(recipe))
         located = [*known, recipe.locate.model_dump(), recipe.plan.kind, recipe.plan.share, recipe.data.model_dump()]
@@ -75,7 +81,8 @@ def run(
         plan = once(output, "plan.json", planned, Plan, partial(choose_plan, base, tokenizer, ranking, recipe, print_))
         say(f"plan: attention at {', '.join(map(str, plan.sites))}")
         tuned = [*planned, recipe.tune.model_dump()]
-        finished = [*tuned, recipe.bench.model_dump()]
+        tasks = recipe.bench.include_path
+        finished = [*tuned, recipe.bench.model_dump(), tasks and file_digest(tasks)]
         if on_main(output.is_made)("report.json", finished):
             say(f"{out} is finished; nothing has changed")
             return Report.read(Path(out) / "report.json")
@@ -83,6 +90,21 @@ def run(
         for name in trained:
             _tune(models, name, tokenizer, recipe, output, tuned)
         return on_main(_finish)(models, trained, tokenizer, ranking, plan, recipe, output, finished, verify)
+
+
+def check_recipe(base: Any, tokenizer: Any, recipe: Recipe) -> None:
+    """Raise UserError, before any work, for what a later stage could not do: sites and modules that the model lacks, and text,
+    examples and questions that cannot be made."""
+    if recipe.plan.sites:
+        splice(base, Plan(kind=recipe.plan.kind, sites=recipe.plan.sites, width=recipe.plan.width))
+    if recipe.plan.donor:
+        find_folder(recipe.plan.donor)
+    if recipe.tune.lora:
+        match_targets(adopt(base), recipe.tune.lora)
+    Batches(tokenizer, recipe.tune, recipe.data, recipe.seed)
+    given = Given(tokenizer, recipe.bench.model_copy(update={"limit": 2}), recipe.data, recipe.seed)
+    measurements(given)
+    harness_measurements(given)
 
 
 def once(output: OutputFolder, name: str, settings: Any, kind: type[R], compute: Callable[[], R]) -> R:

@@ -109,6 +109,35 @@ def test_what_is_done_is_done_again_from_the_stage_on_whose_settings_changed(ran
     assert resume("bench.limit=5", "plan.gate=0.75") == ["choose", "tune", "tune", "bench", "write_export"]
     (place / "text.txt").write_text("Bruno lives in Oslo. " * 400)
     assert "choose" in resume("bench.limit=5", "plan.gate=0.75")
+    (place / "tasks").mkdir()
+    settings = "bench.limit=5", "plan.gate=0.75", f"bench.include_path={place / 'tasks'}"
+    assert "bench" in resume(*settings)
+    assert resume(*settings) == []
+    (place / "tasks" / "mine.yaml").write_text("task: mine\n")
+    assert "bench" in resume(*settings)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "plan.sites=L9.H0",
+        "plan.kind=layer plan.donor=no-such",
+        "'tune.lora={{target_modules: no_such}}'",
+        "'tune.examples=[{{probe: kv, options: {{pairs: [4, 1000]}}}}]'",
+        "bench.pairs=[1000]",
+        "data.facts={place}/facts.jsonl",
+        "data.held_out_text={place}/short.txt",
+        "data.held_out_text={place}/text.txt",
+    ],
+)
+def test_what_a_later_stage_could_not_do_is_said_before_any_work(place, stages, tmp_path, setting):
+    (place / "facts.jsonl").write_text('{"prompt": "Rome is in", "anser": " Italy"}\n')
+    (place / "short.txt").write_text("Carla lives here.")
+    stages.clear()
+    with pytest.raises(UserError):
+        pipeline.run(make_recipe(place, *(each.format(place=place) for each in shlex.split(setting))), tmp_path / "out")
+    assert stages == []
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(("name", "rate"), [("tuned", 0.01), ("control_tuned", 0.002), ("control_same_layer", 0.01)])
