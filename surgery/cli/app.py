@@ -132,6 +132,8 @@ def _unexpected(error: BaseException) -> str:
     if isinstance(error, OSError) and error.filename is not None:
         return f"cannot use {error.filename}: {error.strerror}"
     first = (str(error).strip().splitlines() or ["no message"])[0]
+    if "No space left on device" in first:  # some libraries have errors of their own for it
+        return f"the disk is full: {first}"
     return f"{type(error).__name__}: {first} (SURGERY_TRACEBACK=1 shows where; please report it)"
 
 

@@ -19,7 +19,7 @@ from surgery.cli.options import (
 )
 from surgery.errors import UserError
 from surgery.records.ranking import Ranking
-from surgery.records.recipe import read_recipe
+from surgery.records.recipe import HUB_ID, read_recipe
 from surgery.runtime.files import check_output_file
 from surgery.runtime.progress import show
 
@@ -44,6 +44,8 @@ def plan(
     model = base or (ranked.provenance.base if ranked.provenance else None)
     if model is None:
         raise UserError(f"{ranking} does not say which base it is of; say it with --base")
+    if base is None and not HUB_ID.fullmatch(model) and not Path(model).exists():
+        raise UserError(f"{ranking} is of {model}, which is not here; say where it is with --base")
     refuse_hybrid(check_model(model))
     options = read_recipe(recipe, settings, model=model)
     check_output_file(out, [model, ranking, *([recipe] if recipe else [])], overwrite=overwrite, marks=("sites", "starts"))

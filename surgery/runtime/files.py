@@ -282,14 +282,14 @@ def check_output(
         raise UserError(
             f"--out {path} holds files that are not ours ({min(present)}); choose another --out, or an empty folder"
         )
-    if present and present != {MANIFEST} and not (resume or overwrite):
-        raise UserError(f"--out {path} holds an earlier run: --resume goes on with it, --overwrite begins anew")
     place = next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())
     if not place.is_dir():
         raise UserError(f"cannot write to {path}: {place} is a file")
     _check_writable(place)
     if (path / LOCK).exists():
         os.close(_take_lock(path))
+    if present and present != {MANIFEST} and not (resume or overwrite):
+        raise UserError(f"--out {path} holds an earlier run: --resume goes on with it, --overwrite begins anew")
     return bool(present)
 
 

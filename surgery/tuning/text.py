@@ -182,7 +182,7 @@ def _read_hub(name: str, column: str) -> list[str]:
     try:
         import datasets
     except ImportError as error:
-        raise UserError(f"to read {name}, install the package datasets: pip install 'mamba-surgery[data]'") from error
+        raise UserError(f"to read {name}, install the package datasets") from error
     try:
         loaded = datasets.load_dataset(name, split="train")
     except Exception as error:  # whatever network, library or data set do wrong

@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from surgery.cli import app
 from surgery.records.plan import Plan
+from surgery.records.ranking import Estimate, Ranking
 from surgery.records.record import provenance
 from surgery.records.site import Site
 from tests.surgery.exporting.folders import InProcess
@@ -80,6 +82,9 @@ def places(tmp_path):
     (tmp_path / "broken" / "config.json").write_text("{")
     (tmp_path / "plan.json").write_text('{"sites": ["L0.H0"], "starts": {}}')
     (tmp_path / "list.json").write_text("[]")
+    half = Estimate(mean=0.5, low=0.4, high=0.6, n=9)
+    made = {"heads": (), "probe": "kv", "accuracy": half, "chance": 0.0, "loss": 1.0, "questions": 9}
+    Ranking(**made, provenance=provenance("/gone/tiny", "0", 0)).write(tmp_path / "ranking.json")
     (tmp_path / "r.yaml").write_text("model: checkpoints/no-such\n")
     (tmp_path / "bomb.yaml").write_text("a: &a [1]\nb: [*a]\n")
     (tmp_path / "short.txt").write_text("short")
@@ -134,6 +139,7 @@ def places(tmp_path):
         (f"locate {BASE} --out {{}}/list.json --overwrite", "list.json"),
         ("plan {}/plan.json", "is a plan"),
         ("plan {}/list.json", "ranking"),
+        ("plan {}/ranking.json", "say where it is with --base"),
         ("splice {}/run/hybrid {}/plan.json --out {}/o", "hybrid"),
         (f"splice {BASE} {{}}/list.json --out {{}}/o", "plan"),
         (f"splice {BASE} {{}}/plan.json --out {{}}/mine", "notes.txt"),
@@ -168,6 +174,7 @@ class PanicException(BaseException):  # as that of the library tokenizers is cal
         (ValueError("two\nlines"), 2),
         (PanicException("panic"), 2),
         (OSError(28, "No space left on device", "x"), 2),
+        (SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"), 2),
         (UnicodeEncodeError("ascii", "é", 0, 1, "no"), 2),
         (MemoryError(), 2),
         (KeyboardInterrupt(), 130),
@@ -182,6 +189,7 @@ def test_whatever_ends_a_command_is_one_line(surgery, monkeypatch, error, status
     found, _, err = surgery("list", "settings")
     assert found == status
     assert len(err.splitlines()) == 1
+    assert ("please report" in err) == (status == 2 and not isinstance(error, OSError | PanicException | SafetensorError))
 
 
 def test_ctrl_c_says_how_to_go_on(surgery, monkeypatch):

@@ -200,8 +200,10 @@ def test_a_killed_run_can_be_continued_and_replaced(ran, moment):
 
 
 def test_two_runs_in_one_folder(ran):
-    with open_output(ran, resume=True), pytest.raises(UserError, match=str(os.getpid())):
-        open_output(ran, resume=True)
+    with open_output(ran, resume=True):
+        for how in ({"resume": True}, {"overwrite": True}, {}):
+            with pytest.raises(UserError, match=str(os.getpid())):
+                open_output(ran, **how)
     open_output(ran, resume=True).__exit__(None, None, None)
 
 
