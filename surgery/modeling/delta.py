@@ -52,18 +52,14 @@ SHARPNESS = 32.0  # below 8 a graft harms, from 32 on nothing more is gained (do
 class DeltaMixer(GraftMixer):
     """A mixin before a mixer of the gated delta rule. Keys are k, queries q, values v; Streams.decay is log alpha.
 
-    A subclass says where its projections are, and what its sizes are called: num_heads, n_groups (of queries and keys),
-    ssm_state_size, head_v_dim, key_dim, value_dim.
+    A subclass says what its sizes are called: num_heads, n_groups (of queries and keys), ssm_state_size, head_v_dim, key_dim,
+    value_dim; and where its projections are: parts(hidden (b, t, d)) -> q, k and v side by side (b, t, channels of the
+    convolution), z (b, t, h * p), what beta is made of (b, t, h), and what `log_decay` takes.
     """
 
     widens = False  # whether a graft's queries and keys may be wider than the base's
     projection_bias = False
     most_rate = 1.0  # of beta
-
-    def parts(self: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """hidden (b, t, d) -> q, k and v side by side (b, t, channels of the convolution), z (b, t, h * p), what beta is made
-        of (b, t, h), and what `log_decay` takes."""
-        raise NotImplementedError
 
     def log_decay(self: Any, a: Tensor) -> Tensor:
         """log alpha, (b, t, h) or (b, t, h, n), in float32 at least."""

@@ -269,9 +269,18 @@ class GraftMixer:
     """A mixin before a mixer of transformers, or before nn.Module, of which it reads: num_heads, head_dim, n_groups,
     ssm_state_size, hidden_size, layer_idx, activation, and in_proj, conv1d and D where there are such.
 
-    A subclass has `project`, `scan`, `finish`, and `query_key_rows`. tap: if it is set, called as tap(mixer, streams, y)
-    between scan and graft; what it returns takes the place of y (b, t, h, p). graft_enabled: HybridLanguageModel.disable_grafts
-    clears it.
+    A subclass has the three steps, and says where a graft begins:
+
+    - project(hidden (b, t, d), cache, mask, packing) -> Streams. mask (b, t) bool: which of these tokens exist. Updates the
+      cache's state of the convolution.
+    - scan(streams, cache, packing) -> (b, t, h, p): the recurrence of all heads, a skip included. Updates the cache's state.
+    - finish(y (b, t, h, p), gate) -> (b, t, d): norm, gate and output projection.
+    - query_key_rows(make) -> what a graft's queries ("q") and keys ("k") start from: weight (groups, n, inputs) and bias
+      (groups, n) of what projects them, weight (groups, n, 1, taps) and bias of their convolution; None for what there is not.
+      make: gives the weight of a module in floating point.
+
+    tap: if it is set, called as tap(mixer, streams, y) between scan and graft; what it returns takes the place of y (b, t, h,
+    p). graft_enabled: HybridLanguageModel.disable_grafts clears it.
     """
 
     graft_class: type[Graft] = Graft
@@ -299,26 +308,6 @@ class GraftMixer:
                 f"layer {entry['layer']} has heads 0 to {self.num_heads - 1}, and its graft names {entry['heads']}"
             )
         self.graft, self.cache_place = self.graft_class(self, entry), cache_place
-
-    def project(
-        self, hidden: Tensor, cache: Cache | None = None, mask: Tensor | None = None, packing: Packing | None = None
-    ) -> Streams:
-        """The first step. mask (b, t) bool: which of these tokens exist. Updates the cache's state of the convolution."""
-        raise NotImplementedError
-
-    def scan(self, streams: Streams, cache: Cache | None = None, packing: Packing | None = None) -> Tensor:
-        """The recurrence of all heads, a skip included: (b, t, h, p). Updates the cache's state."""
-        raise NotImplementedError
-
-    def finish(self, y: Tensor, gate: Tensor) -> Tensor:
-        """Norm, gate and output projection: y (b, t, h, p) -> (b, t, d)."""
-        raise NotImplementedError
-
-    def query_key_rows(self, make: Callable[[nn.Module], Tensor]) -> dict[str, list[Tensor | None]]:
-        """What a graft's queries ("q") and keys ("k") start from: weight (groups, n, inputs) and bias (groups, n) of what
-        projects them, weight (groups, n, 1, taps) and bias of their convolution; None for what there is not. make: gives the
-        weight of a module in floating point."""
-        raise NotImplementedError
 
     def prepare(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """What the base does to queries and keys (b, t, pairs, width) before they meet; nothing, unless a subclass says so."""

@@ -46,7 +46,13 @@ class LayerGraft(nn.Module):
         size = sum(self.sizes)
         self.qkv_conv = nn.Conv1d(size, size, taps, groups=size, bias="qkv_conv" in bias, padding=taps - 1) if taps else None
         self.q_norm, self.k_norm = (None if eps is None else LlamaRMSNorm(self.head_dim, eps=eps) for _ in range(2))
-        self.inv_freq, self.rope_scale = frequencies(entry.get("rope"))
+        rope, self.rope_scale = entry.get("rope"), 1.0
+        self.inv_freq: tuple[float, ...] = ()  # radians per token of every pair of dimensions that turns
+        if rope is not None and "theta" not in rope:
+            self.inv_freq, self.rope_scale = tuple(rope["inv_freq"]), rope["scaling"]  # of cosines and sines
+        elif rope is not None:
+            steps = torch.arange(0, rope["dim"], 2, dtype=torch.float32, device="cpu") / rope["dim"]  # as in transformers
+            self.inv_freq = tuple((1.0 / rope["theta"] ** steps).tolist())
 
     def project(
         self, hidden: Tensor, cache: Cache | None, place: int, mask: Tensor | None, packing: Packing | None
@@ -140,13 +146,3 @@ class LayerGraftMixer(nn.Module):
         for mixer in self.replaced:  # it goes where the model goes
             mixer._apply(fn, recurse)
         return super()._apply(fn, recurse)
-
-
-def frequencies(rope: dict[str, Any] | None) -> tuple[tuple[float, ...], float]:
-    """Radians per token of every pair of dimensions that turns, and what multiplies cosines and sines."""
-    if rope is None:
-        return (), 1.0
-    if "theta" not in rope:
-        return tuple(rope["inv_freq"]), rope["scaling"]
-    steps = torch.arange(0, rope["dim"], 2, dtype=torch.float32, device="cpu") / rope["dim"]  # float32, as in transformers
-    return tuple((1.0 / rope["theta"] ** steps).tolist()), 1.0
