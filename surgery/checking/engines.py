@@ -17,10 +17,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from surgery.checking.check import open_model
 from surgery.checking.law import WORDS, rounding
 from surgery.errors import UserError
-from surgery.models.load import find_folder
 
 SCRIPTS = {
     "vllm": ("ask_vllm.py", "vllm"),
@@ -62,14 +60,9 @@ class EngineFinding:
         return "; ".join(part for part in (line, apart, cached, self.where) if part)
 
 
-def check_engine(model: str | Path, engine: str, python: Path, trust_remote_code: bool = False) -> EngineFinding:
-    """Compare an engine's answers for a folder with those of transformers. Raises UserError if the engine gives none."""
-    live = open_model(model, trust_remote_code).float()
-    return compare_engine(live, find_folder(model), engine, python)
-
-
 def compare_engine(live: PreTrainedModel, folder: Path, engine: str, python: Path) -> EngineFinding:
-    """live: in float32 on the CPU."""
+    """Compare an engine's answers for a folder with those of transformers. live: its model, in float32 on the CPU. Raises
+    UserError if the engine gives none."""
     vocabulary = min(int(live.config.vocab_size), 50_000)
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(vocabulary, (length,), generator=generator).tolist() for length in LENGTHS]

@@ -56,7 +56,7 @@ def check(
     if engine is not None and (engine_python is None or model is None):
         raise UserError("--engine needs a MODEL, and --engine-python ENVIRONMENT/bin/python, which has the engine")
     from surgery.checking.check import check as check_state
-    from surgery.checking.check import open_source
+    from surgery.checking.check import open_model, open_source
 
     shown: list[tuple[str, Any, bool]] = []  # text, JSON, whether something is wrong
     if lora is not None:
@@ -70,9 +70,11 @@ def check(
         sizes = count_cache_bytes(open_source(model, architecture, trust_remote_code), dtype)
         shown.append((table_of_bytes(sizes, batch), sizes.rows(batch), False))
     if engine is not None and model is not None and engine_python is not None:
-        from surgery.checking.engines import check_engine
+        from surgery.checking.engines import compare_engine
+        from surgery.models.load import find_folder
 
-        found = check_engine(model, engine, engine_python, trust_remote_code)
+        live = open_model(model, trust_remote_code).float()
+        found = compare_engine(live, find_folder(model), engine, engine_python)
         shown.append((str(found), vars(found), not found.holds))
     if not shown:
         report = check_state(model, architecture=architecture, full=full, only=tuple(law), trust_remote_code=trust_remote_code)

@@ -6,11 +6,9 @@ from surgery.checking.law import BY_TOKEN, Law, Subject
 
 
 def cases(s: Subject):
-    def two_rows():
-        ids = s.ids[:2, : sum(BY_TOKEN)]
-        return s.pieces(ids, BY_TOKEN, **s.good_way), s.logits(ids)
-
-    return {way: partial(s.continue_by_token, way) for way in s.ways()} | {"2 rows": two_rows}
+    ids = s.ids[:2, : sum(BY_TOKEN)]
+    alone = {way: partial(s.continue_by_token, way) for way in s.ways()}
+    return alone | {"2 rows": lambda: (s.pieces(ids, BY_TOKEN, **s.good_way), s.logits(ids))}
 
 
 LAW = Law(

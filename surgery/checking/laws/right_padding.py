@@ -18,9 +18,6 @@ def cases(s: Subject):
     def named(mask, places):
         return {"attention_mask": mask} | ({"position_ids": places} if s.takes("position_ids") else {})
 
-    def prompt():
-        return s.logits(ids, **named(mask, places))[:1, :PROMPT], s.right[:, :PROMPT]
-
     def decoding():
         _, cache = s.step(ids, **named(mask, places))
         found = []
@@ -32,7 +29,10 @@ def cases(s: Subject):
             found.append(logits[:1])
         return torch.cat(found, 1), s.right[:, PROMPT : PROMPT + NEW]
 
-    return {"the prompt": prompt, "then decoding": decoding}
+    return {
+        "the prompt": lambda: (s.logits(ids, **named(mask, places))[:1, :PROMPT], s.right[:, :PROMPT]),
+        "then decoding": decoding,
+    }
 
 
 LAW = Law(
