@@ -80,7 +80,11 @@ def go_on(recipe: Recipe, report: Report, out: Path, trust_remote_code: bool = F
     """The command that goes on from a finished run in `out`, and why: longer where the loss still fell when tuning ended, with
     more heads where little was gained; nothing otherwise."""
     plan, heads = recipe.plan, sum(len(site.heads) for site in report.main.sites)
-    if recipe.tune.steps == "auto" and _still_fell(out / "tuning" / report.verdict.model):
+    since = PATIENCE  # looks since the held-out loss was least, where tuning ended
+    if recipe.tune.steps == "auto":
+        state = json.loads(read_text(checkpoints(out / "tuning" / report.verdict.model)[-1] / STATE))
+        since = state["watcher"]["since"]
+    if since < PATIENCE:  # it had taken the most steps
         why, setting = "The loss still fell when tuning ended; more steps", f"tune.max_steps={2 * recipe.tune.max_steps}"
     elif "plan.heads" in report.verdict.advice and heads and plan.sites is None:
         more = plan.max_heads * (1 + (heads >= plan.max_heads)) if plan.heads == "auto" else 2 * plan.heads
@@ -90,12 +94,6 @@ def go_on(recipe: Recipe, report: Report, out: Path, trust_remote_code: bool = F
     other = next(path for number in count(2) if not (path := out.with_name(f"{out.name}-{number}")).exists())
     words = ["surgery", "run", str(out / "recipe.yaml"), "--set", setting, "--out", str(other)]
     return f"{why}: {shlex.join([*words, *(['--trust-remote-code'] if trust_remote_code else [])])}"
-
-
-def _still_fell(folder: Path) -> bool:
-    """Whether a tuning with tune.steps=auto ended because it had taken the most steps."""
-    state = json.loads(read_text(checkpoints(folder)[-1] / STATE))
-    return state["watcher"]["since"] < PATIENCE
 
 
 class Estimate(NamedTuple):

@@ -228,10 +228,16 @@ def ask_questions(
     seen = [encoded.rows, encoded.points.tolist(), encoded.terms.tolist(), encoded.answers.tolist()]
     chance = float(np.mean([question.chance if len(question.choices) > 1 else 0.0 for question in questions]))
 
-    def ask(model: Any) -> np.ndarray:
-        return answer(model, tokenizer, encoded, options.batch_size).correct.astype(float)
-
-    return Measurement(name, label, short, "accuracy", digest(seen), ask, chance, questions)
+    return Measurement(
+        name,
+        label,
+        short,
+        "accuracy",
+        digest(seen),
+        lambda model: answer(model, tokenizer, encoded, options.batch_size).correct.astype(float),
+        chance,
+        questions,
+    )
 
 
 def twice(measurement: Measurement, given: Given) -> Measurement | None:
@@ -255,11 +261,8 @@ def _text_of(given: Given, name: str, label: str, short: str, count: int, length
         return []
     rows, owner = open_held_out(given.tokenizer, given.data, count * length, given.question_seed).rows(count, length)
     batch = max(1, given.options.batch_size // TEXT_SHARE)
-
-    def ask(model: Any) -> np.ndarray:
-        return by_document(token_losses(model, rows, batch), owner)
-
-    return [Measurement(name, label, short, "loss", digest([rows.tolist(), owner.tolist()]), ask)]
+    asked = digest([rows.tolist(), owner.tolist()])
+    return [Measurement(name, label, short, "loss", asked, lambda model: by_document(token_losses(model, rows, batch), owner))]
 
 
 class RowLosses:

@@ -27,8 +27,8 @@ class Box(NamedTuple):
     height: float
 
 
-def draw_circuit(ranking: Ranking) -> Any | None:
-    """A matplotlib figure of ranking.circuit; None where no unit has a role.
+def draw_circuit(ranking: Ranking | None) -> Any | None:
+    """A matplotlib figure of ranking.circuit; None where there is none, or no unit has a role.
 
     Above: the units that gather, with what it costs to ablate them at the ends of records. Below: those that aggregate, with
     what it costs at the query. Both from left to right by layer. An arrow's width and label say which share of a gather unit's
@@ -38,8 +38,7 @@ def draw_circuit(ranking: Ranking) -> Any | None:
     from matplotlib.figure import Figure
     from matplotlib.patches import FancyBboxPatch
 
-    circuit = ranking.circuit
-    if circuit is None or not circuit.aggregate:
+    if ranking is None or (circuit := ranking.circuit) is None or not circuit.aggregate:
         return None
     costs: dict[str, Roles] = {each.name: each.roles for each in ranking.groups}
     costs |= {each.name: each.roles for each in ranking.heads if each.roles is not None}

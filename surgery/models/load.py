@@ -92,7 +92,12 @@ def load(
     if broken := broken_weight(model):
         raise UserError(f"cannot use {name}: {broken}")
     if words is None or tokenizer is not None:
-        words = read_tokenizer(tokenizer or tokenizer_place(folder), trust_remote_code)
+        place: str | Path = tokenizer or folder
+        if tokenizer is None and not any((folder / each).exists() for each in OF_TOKENIZERS):
+            if not original.is_original(read_content(folder)):
+                raise UserError(f"{folder} holds no tokenizer; say where one is: tokenizer=...")
+            place = original.TOKENIZER
+        words = read_tokenizer(place, trust_remote_code)
     return Checkpoint(model, words)
 
 
@@ -256,15 +261,6 @@ def read_tokenizer(place: str | Path, trust_remote_code: bool = False) -> Any:
             raise
         why = one_line(error) if Path(place).is_dir() else why_not_fetched(error)
         raise UserError(f"cannot load the tokenizer {place}: {why} (say another one: tokenizer=...)") from error
-
-
-def tokenizer_place(folder: Path) -> Path | str:
-    """Where the tokenizer of a model's folder is. Raises UserError if it holds none."""
-    if any((folder / name).exists() for name in OF_TOKENIZERS):
-        return folder
-    if original.is_original(read_content(folder)):
-        return original.TOKENIZER
-    raise UserError(f"{folder} holds no tokenizer; say where one is: tokenizer=...")
 
 
 def check_device(name: str) -> None:

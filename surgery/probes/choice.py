@@ -37,19 +37,19 @@ def lettered(
         options = [answer, *rng.sample([choice for choice in choices if choice != answer], len(LETTERS) - 1)]
         rng.shuffle(options)
         right = options.index(answer)
-        texts = [_lengthen(rng, option, words) for option in options] if words else options
+        texts = options
+        if words:  # as many before the one that matters as after it; with LONG, 9 or 10 in all
+            texts = []
+            for option in options:
+                before = f"{rng.choice(WHEN)} with the".split()
+                after = f"near the {rng.choice(ADJECTIVES)} {rng.choice(THINGS)}".split()
+                begin = max(0, len(before) - (words + 1) // 2)
+                texts.append(" ".join([*before[begin:], option, *after[: words // 2]]))
         lines = (f"{letter}. {text}\n" for letter, text in zip(LETTERS, texts, strict=True))
         prompt, spans = with_spans(f"Question: {question}\n", lines)
         prompt += "Answer:"
         if held_out is None or is_held_out(prompt) == held_out:
             return Question(prompt, tuple(f" {letter}" for letter in LETTERS), right, spans, right)
-
-
-def _lengthen(rng: random.Random, option: str, words: int) -> str:
-    """An option with `words` words more, as many before the one that matters as after it; with LONG, 9 or 10 in all."""
-    before = f"{rng.choice(WHEN)} with the".split()
-    after = f"near the {rng.choice(ADJECTIVES)} {rng.choice(THINGS)}".split()
-    return " ".join([*before[max(0, len(before) - (words + 1) // 2) :], option, *after[: words // 2]])
 
 
 @dataclass(frozen=True)

@@ -58,22 +58,21 @@ def read_facts(source: str, part: Part | None = None) -> list[FactLine]:
     answers = list(dict.fromkeys(line.answer.strip() for line in lines))
     if not lines or (len(answers) < 2 and not all(line.choices for line in lines)):
         raise UserError(f"{source} holds no facts, or a single answer, so that no choices can be drawn from the others")
-    lines = [line if line.choices else _draw_choices(line, answers) for line in lines]
+    for i, line in enumerate(lines):
+        if not line.choices:  # they are drawn from the other facts' answers
+            rng, own = random.Random(f"choices {line.prompt}"), line.answer.strip()
+            others = [answer for answer in answers if answer != own]
+            choices = [own, *rng.sample(others, min(len(others), DRAWN - 1))]
+            rng.shuffle(choices)
+            # A word begins with a blank, unless prompt or answer says how it begins.
+            blank = "" if line.prompt[-1].isspace() else line.answer[: len(line.answer) - len(line.answer.lstrip())] or " "
+            drawn = {"answer": blank + own, "choices": tuple(blank + choice for choice in choices)}
+            lines[i] = line.model_copy(update=drawn)
     if part is None or len(lines) < SHARE:
         return lines
     hashes = [zlib.crc32(line.prompt.encode("utf-8", "surrogatepass")) for line in lines]
     bound = sorted(hashes)[len(lines) // SHARE - 1]
     return [line for line, value in zip(lines, hashes, strict=True) if (value <= bound) == (part == "tune")] or lines
-
-
-def _draw_choices(line: FactLine, answers: list[str]) -> FactLine:
-    rng, own = random.Random(f"choices {line.prompt}"), line.answer.strip()
-    others = [answer for answer in answers if answer != own]
-    choices = [own, *rng.sample(others, min(len(others), DRAWN - 1))]
-    rng.shuffle(choices)
-    # A word begins with a blank, unless prompt or answer says how it begins.
-    blank = "" if line.prompt[-1].isspace() else line.answer[: len(line.answer) - len(line.answer.lstrip())] or " "
-    return line.model_copy(update={"answer": blank + own, "choices": tuple(blank + choice for choice in choices)})
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from io import BytesIO, StringIO
 from pathlib import Path
 from typing import Any
 
+from surgery.locating.circuit import draw_circuit
 from surgery.records.ranking import Ranking
 from surgery.records.report import ModelReport, Report
 from surgery.runtime.progress import printable
@@ -34,6 +35,7 @@ STYLE: Any = {
     "figure.facecolor": "none",
     "axes.facecolor": "none",
 }
+TITLE: Any = {"loc": "left", "weight": "bold", "fontsize": 10.5, "color": INK}
 
 
 def draw_retrieval(report: Report) -> Any | None:
@@ -79,7 +81,7 @@ def draw_retrieval(report: Report) -> Any | None:
     axis.set(ylim=(0, 1.03), xlabel="pairs in the dictionary", ylabel="questions answered correctly")
     base, main = report.base.results.get(largest), report.main.results.get(largest)
     if base and main:
-        _title(axis, f"With {sizes[-1]} pairs: {base.mean:.3f} before, {main.mean:.3f} after")
+        axis.set_title(f"With {sizes[-1]} pairs: {base.mean:.3f} before, {main.mean:.3f} after", **TITLE)
     _label(axis, ends)
     return figure
 
@@ -111,18 +113,9 @@ def draw_gain(report: Report) -> Any | None:
     axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axis.set_xlabel("KL divergence from the base on held-out text, nats per token (less is better)", loc="left")
     axis.set_ylabel("nats saved per token" if sign < 0 else "more right answers")
-    _title(axis, f"Gain ({measurement.label}) against the change of ordinary text")
+    axis.set_title(f"Gain ({measurement.label}) against the change of ordinary text", **TITLE)
     _label(axis, labels)
     return figure
-
-
-def draw_circuit(ranking: Ranking | None) -> Any | None:
-    """The retrieval circuit as locate measured it; None where there is none."""
-    if ranking is None or ranking.circuit is None:
-        return None
-    from surgery.locating.circuit import draw_circuit as draw
-
-    return draw(ranking)
 
 
 def save_figures(report: Report, folder: Path, ranking: Ranking | None = None) -> list[str]:
@@ -207,7 +200,3 @@ def _label(axis: Any, points: Sequence[tuple[float, float, str, str]]) -> None:
             arrowprops=line,
             annotation_clip=False,
         )
-
-
-def _title(axis: Any, text: str) -> None:
-    axis.set_title(text, loc="left", weight="bold", fontsize=10.5, color=INK)

@@ -2,9 +2,10 @@
 
 from pathlib import Path
 
+from surgery.locating.circuit import draw_circuit
 from surgery.records.ranking import Ranking
 from surgery.records.report import Report
-from surgery.report.figures import as_svg, draw_circuit, draw_gain, draw_retrieval, save_figures
+from surgery.report.figures import as_svg, draw_gain, draw_retrieval, save_figures
 from surgery.report.markdown import describe_provenance, load_lines, render_markdown
 from surgery.report.tables import changes_table, controls_table, costs_table, results_table, short_table
 from surgery.runtime.files import write_text

@@ -42,16 +42,13 @@ def main(source: str, folder: str, out: str, dtype: str, name: str) -> None:
     conversion.base.ModelBase.load_hparams = staticmethod(
         lambda place, is_mistral_format=False: json.loads((Path(place) / "config.json").read_text(encoding="utf-8"))
     )
-    for kind in (conversion.mamba.MambaModel, conversion.mamba.Mamba2Model):
-        kind.modify_tensors = widened(kind.modify_tensors)
+    for kind in (conversion.mamba.MambaModel, conversion.mamba.Mamba2Model):  # with A_log in float32
+        kind.modify_tensors = lambda model, tensor, name, layer, modify=kind.modify_tensors: modify(
+            model, tensor.float() if name.endswith(".A_log") else tensor, name, layer
+        )
     sys.argv = ["convert_hf_to_gguf.py", folder, "--outtype", dtype, "--outfile", out, "--model-name", name]
     runpy.run_path(str(Path(source) / "convert_hf_to_gguf.py"), run_name="__main__")
     compare(Path(folder), out)
-
-
-def widened(modify: Any) -> Any:
-    """The converter's method for one tensor, with A_log in float32."""
-    return lambda model, tensor, name, layer: modify(model, tensor.float() if name.endswith(".A_log") else tensor, name, layer)
 
 
 def splits_as_gpt2(folder: Path) -> bool:

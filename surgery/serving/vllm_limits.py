@@ -12,11 +12,6 @@ def grafts_of(config: Any) -> dict[int, dict[str, Any]]:
     return {graft["layer"]: graft for graft in config.grafts or ()}
 
 
-def is_gated(graft: dict[str, Any]) -> bool:
-    """Whether a graft has a gate; entries of 0.30 say so by a blend."""
-    return bool(graft.get("gated", graft.get("blend") is not None))
-
-
 def columns(config: Any, graft: dict[str, Any]) -> int:
     """Numbers of a value: head_dim, the time step, and 1 where there is a null key (vllm_model.py)."""
     return int(config.head_dim) + bool(graft["time_step"]) + bool(graft.get("null"))

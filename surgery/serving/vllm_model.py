@@ -49,7 +49,7 @@ from vllm.model_executor.models.utils import (
 from vllm.platforms import current_platform
 from vllm.sequence import IntermediateTensors
 
-from surgery.serving.vllm_limits import grafts_of, head_size, is_gated, kv_heads
+from surgery.serving.vllm_limits import grafts_of, head_size, kv_heads
 
 TINY = 1e-30  # dt below it is as good as not written
 NATS = 20.0  # b = NATS * null, as in modeling/graft.py
@@ -70,7 +70,8 @@ class ServedHeads(nn.Module):
         self.register_buffer("heads", torch.tensor(spec["heads"]), persistent=False)
         self.register_buffer("signs", torch.tensor(spec["signs"], dtype=torch.float32), persistent=False)
         self.log_tau = nn.Parameter(torch.zeros(count))
-        self.gate = nn.Parameter(torch.zeros(count)) if is_gated(spec) else None
+        gated = spec.get("gated", spec.get("blend") is not None)  # entries of 0.30 say so by a blend
+        self.gate = nn.Parameter(torch.zeros(count)) if gated else None
         self.null = nn.Parameter(torch.zeros(count)) if spec.get("null") else None
         self.null_query = nn.Parameter(torch.zeros(count, self.width)) if spec.get("null_query") else None
 
@@ -138,13 +139,6 @@ class HybridMixer2(Mixer2):
         self.conv_weights = weight.view(weight.size(0), weight.size(2))
         self.seen: list[Tensor] = []
         self.split_hidden_states_B_C_fn = self._split
-
-    def set_sinks(self) -> None:
-        """After the weights were loaded: the logits of the sinks, which kernels read in bfloat16."""
-        if self.graft.null is not None:
-            logits = (NATS * self.graft.null.float() + SHIFT).view(-1, self.each)
-            for sink, value in zip(self.sinks, logits, strict=True):
-                sink.data.copy_(value)
 
     def _split(self, channels: Tensor) -> tuple[Tensor, ...]:
         """The parent hands over what has passed the convolution: of the prompts first, then of the tokens that follow one. Here
@@ -342,7 +336,10 @@ class ServedMamba2ForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsPP, Su
         loaded = AutoWeightsLoader(self).load_weights(self._joined(weights), mapper=self.hf_to_vllm_mapper)
         for name, module in self.named_modules():
             if isinstance(module, HybridMixer2):
-                module.set_sinks()
+                if module.graft.null is not None:  # the logits of the sinks, which kernels read in bfloat16
+                    logits = (NATS * module.graft.null.float() + SHIFT).view(-1, module.each)
+                    for sink, value in zip(module.sinks, logits, strict=True):
+                        sink.data.copy_(value)
                 loaded |= {f"{name}.sinks.{i}" for i in range(len(module.sinks))}
         return loaded
 

@@ -65,23 +65,19 @@ def trainable_control(model: Any, plan: Plan, name: str = "tuned") -> Any:
         parameter.requires_grad_(False)
     if name == "tuned":
         for site in plan.sites:
-            copy_parameters(control.mixer_at(site.layer))
+            mixer: Any = control.mixer_at(site.layer)
+            for own, child in list(mixer.named_children()):  # which learn, in the place of those that it shares
+                setattr(mixer, own, copy.deepcopy(child))
+            for own, parameter in list(mixer.named_parameters(recurse=False)):
+                setattr(mixer, own, nn.Parameter(parameter.detach().clone()))
+            for parameter in mixer.parameters():
+                parameter.requires_grad_(parameter.is_floating_point())
     elif name == "initial_state":
         for mixer in [m for m in control.modules() if isinstance(m, GraftMixer)]:
             mixer.tap = InitialState(mixer)
     elif name != "adapters":
         raise UserError(f"there is no control '{name}' that learns without a plan of its own")
     return control
-
-
-def copy_parameters(mixer: nn.Module) -> None:
-    """Give a mixer parameters of its own, which learn, in the place of those that it shares."""
-    for name, child in list(mixer.named_children()):
-        setattr(mixer, name, copy.deepcopy(child))
-    for name, parameter in list(mixer.named_parameters(recurse=False)):
-        setattr(mixer, name, nn.Parameter(parameter.detach().clone()))
-    for parameter in mixer.parameters():
-        parameter.requires_grad_(parameter.is_floating_point())
 
 
 class InitialState(nn.Module):
