@@ -3,6 +3,7 @@
     python recipes/evidence/circuit/circuit.py                    all bases, about 15 minutes of one core each
     python recipes/evidence/circuit/circuit.py tiny-records       one of them
     python recipes/evidence/circuit/circuit.py tiny-records 7     with another seed
+    python recipes/evidence/circuit/circuit.py figures            draws the circuits again, half a minute each
 
 Writes circuit.json (one entry a base and seed; finished ones are kept), BASE.png (the circuit) and the tables of README.md.
 """
@@ -109,6 +110,13 @@ def locate_both(model: Any, tokenizer: Any, name: str, seed: int) -> dict[str, A
     return rankings
 
 
+def draw(name: str, rankings: dict[str, Any]) -> None:
+    """BASE.png, and BASE-choice.png, where a circuit was found."""
+    for what, ranking in rankings.items():
+        if (figure := draw_circuit(ranking)) is not None:
+            figure.savefig(HERE / f"{name}{'' if what == 'retrieval' else '-choice'}.png", dpi=110, facecolor="white")
+
+
 def chosen_sites(ranking: Any) -> dict[str, list[Site]]:
     """What is edited: SSM heads that aggregate, that gather, both, as many without a role of the same layers and of others, and
     all of the first aggregate head's layer."""
@@ -166,6 +174,8 @@ def measure(name: str, seed: int) -> dict[str, Any]:
     """One base."""
     base, tokenizer = surgery.load(str(ROOT / "checkpoints" / name))
     rankings = locate_both(base, tokenizer, name, seed)
+    if seed == SEED:
+        draw(name, rankings)
     probes = {what: make_probe(probe, tokenizer, **options) for what, (probe, options) in probes_of(name).items()}
     asked = {what: probe.questions(ASKED, seed + 500) for what, probe in probes.items()}
     entry: dict[str, Any] = {"base": name, "seed": seed, "asked": ASKED, "whole": ask(base, tokenizer, asked), "without": {}}
@@ -174,9 +184,6 @@ def measure(name: str, seed: int) -> dict[str, Any]:
         if ranking.circuit is None:
             continue
         entry[what]["circuit"] = ranking.circuit.model_dump(mode="json")
-        figure = draw_circuit(ranking)
-        if figure is not None and seed == SEED:
-            figure.savefig(HERE / f"{name}{'' if what == 'retrieval' else '-choice'}.png", dpi=110, facecolor="white")
         for unit in (*ranking.circuit.gather, *ranking.circuit.aggregate):
             if sites := [each.site for each in units_of(ranking, [unit])]:
                 entry["without"][unit] = ask(base, tokenizer, asked, sites)
@@ -235,6 +242,10 @@ def tables(entries: list[dict[str, Any]]) -> str:
 def main(*given: str) -> None:
     record = HERE / "circuit.json"
     entries = json.loads(read_text(record)) if record.exists() else []
+    if given == ("figures",):
+        for name in BASES:
+            draw(name, locate_both(*surgery.load(str(ROOT / "checkpoints" / name)), name, SEED))
+        return
     names = [each for each in given if not each.isdecimal()]
     seed = next((int(each) for each in given if each.isdecimal()), SEED)
     for name in names or BASES:
