@@ -36,14 +36,6 @@ class Sizes:
 SMALL = Sizes(4, 16, 16, channels=64, tokens=100)
 
 
-def sizes_of(mixer: Any) -> Sizes:
-    """Of a mixer of surgery/modeling."""
-    if mixer.head_dim == 1:
-        return Sizes(0, channels=mixer.num_heads, channel_state=mixer.ssm_state_size)
-    delta = hasattr(mixer, "log_decay")
-    return Sizes(mixer.num_heads, mixer.head_dim, mixer.ssm_state_size, mixer.n_groups, delta, channels=0)
-
-
 @dataclass(frozen=True)
 class Served:
     """A kind of call, the backend that serves it, the one that serves it where gradients are wanted (None: there are none), and

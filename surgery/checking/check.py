@@ -21,7 +21,7 @@ from surgery.checking import laws
 from surgery.checking.law import Finding, Law, subject_of
 from surgery.checking.shrink import SMALL, random_model, read_config, shrink
 from surgery.errors import UserError
-from surgery.kernels.explain import Sizes, sizes_of
+from surgery.kernels.explain import Sizes
 from surgery.modeling.graft import GraftMixer
 from surgery.splicing.splice import adopt
 
@@ -161,11 +161,16 @@ def read_sizes(source: str, trust_remote_code: bool = False) -> tuple[Sizes, tor
             model = adopt(AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code))
     except ValueError as error:
         raise UserError(f"transformers cannot make a model of '{config.model_type}': {str(error).splitlines()[0]}") from error
-    mixer = next((module for module in model.modules() if isinstance(module, GraftMixer)), None)
+    mixer: Any = next((module for module in model.modules() if isinstance(module, GraftMixer)), None)
     if mixer is None:
         raise UserError(f"a {config.model_type} has no mixer that is computed by kernels of this package")
+    if mixer.head_dim == 1:
+        sizes = Sizes(0, channels=mixer.num_heads, channel_state=mixer.ssm_state_size)
+    else:
+        delta = hasattr(mixer, "log_decay")
+        sizes = Sizes(mixer.num_heads, mixer.head_dim, mixer.ssm_state_size, mixer.n_groups, delta, channels=0)
     dtype = getattr(torch, str(config.dtype).removeprefix("torch."), None)
-    return sizes_of(mixer), dtype or torch.float32
+    return sizes, dtype or torch.float32
 
 
 def open_model(name: str | Path, trust_remote_code: bool = False) -> PreTrainedModel:

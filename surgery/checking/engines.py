@@ -6,6 +6,7 @@ token that the engine chose has to be its own most probable one, and log-probabi
 """
 
 import json
+import math
 import os
 import subprocess
 import tempfile
@@ -14,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from surgery.checking.law import WORDS, rounding
@@ -77,7 +77,11 @@ def compare_engine(live: PreTrainedModel, folder: Path, engine: str, python: Pat
             logits = live(input_ids=torch.tensor([text]), use_cache=False).logits[0, -len(steps) :]
         own = logits.double().log_softmax(-1)
         allowed = rounding(own.abs().max().item(), len(text), live.config.num_hidden_layers, torch.float32)
-        difference, wrong = _compare(own, allowed, steps)
+        found = [(i, int(other), value) for i, (_, probable) in enumerate(steps) for other, value in probable.items()]
+        apart = torch.tensor([own[i, other].item() - value for i, other, value in found] or [0.0]).abs()
+        difference = math.inf if apart.isnan().any() else apart.max().item()
+        # The steps at which the engine chose a token that is not the most probable one here.
+        wrong = [i for i, (token, _) in enumerate(steps) if not own[i].max() - own[i, token] <= allowed]
         place = f"after a prompt of {len(prompt)} tokens, {how}"
         if wrong and not others:
             where = f"token {wrong[0] + 1} is another one {place}"
@@ -88,14 +92,6 @@ def compare_engine(live: PreTrainedModel, folder: Path, engine: str, python: Pat
     kept = sum(count for _, count, _ in said["cached"])
     failed = " ".join(said["failed"].split())[:200]
     return EngineFinding(engine, said["version"], worst, bound, tokens, others, where, kept, failed)
-
-
-def _compare(own: Tensor, allowed: float, steps: list[Any]) -> tuple[float, list[int]]:
-    """The largest difference, and the steps at which the engine chose a token that is not the most probable one here."""
-    found = [(i, int(other), value) for i, (_, probable) in enumerate(steps) for other, value in probable.items()]
-    apart = torch.tensor([own[i, other].item() - value for i, other, value in found] or [0.0]).abs()
-    wrong = [i for i, (token, _) in enumerate(steps) if not own[i].max() - own[i, token] <= allowed]
-    return (float("inf") if apart.isnan().any() else apart.max().item()), wrong
 
 
 def ask_engine(engine: str, python: Path, job: dict[str, Any]) -> dict[str, Any]:

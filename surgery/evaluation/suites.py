@@ -291,10 +291,15 @@ def _chosen_tokens(given: Given, name: str, label: str, short: str, losses: RowL
         whole = np.concatenate((np.zeros((len(values), 1)), values), 1)
         return np.add.reduceat(whole, np.arange(0, whole.shape[1], given.options.window), axis=1).ravel()
 
-    def ask(model: Any) -> np.ndarray:
-        return token_shares(by_stretch(losses(model, name) * counted), by_stretch(counted))
-
-    return Measurement(name, label, short, "loss", digest([losses.rows.tolist(), np.argwhere(chosen).tolist()]), ask)
+    asked = digest([losses.rows.tolist(), np.argwhere(chosen).tolist()])
+    return Measurement(
+        name,
+        label,
+        short,
+        "loss",
+        asked,
+        lambda model: token_shares(by_stretch(losses(model, name) * counted), by_stretch(counted)),
+    )
 
 
 def _count_bigrams(given: Given) -> tuple[PairCounts, bool]:

@@ -62,26 +62,22 @@ class GraftedModel:
     """A mixin before a model of transformers whose mixers may hold grafts, with a language model's head or without. Where all
     mixers are there, __init__ calls put_grafts."""
 
-    def put_grafts(self: Any) -> None:
-        """Make room for all grafts of the configuration."""
-        for index in range(len(self.config.grafts)):
-            self.put_graft(index)
-
-    def put_graft(self: Any, index: int) -> None:
-        """Make room for one graft of the configuration."""
-        entry, place = self.config.grafts[index], self.config.num_hidden_layers + 2 * index
-        mixer, kind = self.mixer_at(entry["layer"]), entry.get("kind", "head")
-        if kind not in ("head", "layer"):
-            raise ValueError(f"a graft of kind '{kind}' went with version 0.30")
-        if mixer is None:
-            raise ValueError(f"layer {entry['layer']} holds no mixer that can be grafted")
-        if kind == "head":
-            mixer.put_graft(entry, place)
-            return
-        block, graft = self.base_model.layers[entry["layer"]], LayerGraftMixer(self.config.hidden_size, entry, place)
-        for buffer in mixer._non_persistent_buffers_set:  # into which a stock model's initialisation writes
-            graft.register_buffer(buffer, mixer._buffers[buffer], persistent=False)
-        block.set_submodule(next(name for name, module in block.named_modules() if module is mixer), graft)
+    def put_grafts(self: Any, first: int = 0) -> None:
+        """Make room for the grafts of the configuration, from the entry of this number on."""
+        for index, entry in list(enumerate(self.config.grafts))[first:]:
+            mixer, kind = self.mixer_at(entry["layer"]), entry.get("kind", "head")
+            place = self.config.num_hidden_layers + 2 * index
+            if kind not in ("head", "layer"):
+                raise ValueError(f"a graft of kind '{kind}' went with version 0.30")
+            if mixer is None:
+                raise ValueError(f"layer {entry['layer']} holds no mixer that can be grafted")
+            if kind == "head":
+                mixer.put_graft(entry, place)
+                continue
+            block, graft = self.base_model.layers[entry["layer"]], LayerGraftMixer(self.config.hidden_size, entry, place)
+            for buffer in mixer._non_persistent_buffers_set:  # into which a stock model's initialisation writes
+                graft.register_buffer(buffer, mixer._buffers[buffer], persistent=False)
+            block.set_submodule(next(name for name, module in block.named_modules() if module is mixer), graft)
 
     def mixer_at(self: Any, layer: int) -> Any:
         """The mixer of a layer that can be grafted, or None."""

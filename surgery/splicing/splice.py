@@ -67,7 +67,7 @@ def splice(model: Any, plan: Plan, donor: Any = None) -> Any:
     for entry in entries:
         own = hybrid.mixer_at(entry["layer"])
         hybrid.config.grafts.append(entry)
-        hybrid.put_graft(len(hybrid.config.grafts) - 1)
+        hybrid.put_grafts(len(hybrid.config.grafts) - 1)
         mixer = hybrid.mixer_at(entry["layer"])
         with fetched(own):
             if layers:
@@ -209,8 +209,12 @@ def contain(source: Any, kind: Any, config: Any, with_adapters: bool = True) -> 
             module._parameters[leaf] = theirs._parameters[leaf]
         for leaf in list(module._buffers):
             module._buffers[leaf] = theirs._buffers[leaf]
-        if (hook := getattr(theirs, "_hf_hook", None)) is not None:
-            take_hook(module, hook)
+        if (hook := copy.copy(getattr(theirs, "_hf_hook", None))) is not None:  # tensors are fetched from the same place
+            from accelerate.hooks import add_hook_to_module  # whoever has a hook has accelerate
+
+            if hasattr(hook, "hooks"):  # several in a row
+                hook.hooks = tuple(map(copy.copy, hook.hooks))
+            add_hook_to_module(module, hook)
     for note in NOTES:
         if note in vars(source):
             setattr(model, note, vars(source)[note])
@@ -229,16 +233,6 @@ def fetched(module: nn.Module) -> Iterator[None]:
     finally:
         for part in hooked:
             part._hf_hook.post_forward(part, None)  # type: ignore[operator, union-attr]
-
-
-def take_hook(module: nn.Module, hook: Any) -> None:
-    """Give a container accelerate's hook of the container whose tensors it took: they are then fetched from the same place."""
-    from accelerate.hooks import add_hook_to_module  # whoever has a hook has accelerate
-
-    own = copy.copy(hook)
-    if hasattr(own, "hooks"):  # several in a row
-        own.hooks = tuple(map(copy.copy, own.hooks))
-    add_hook_to_module(module, own)
 
 
 def convert(config: Any, kind: Any, grafts: list[dict[str, Any]]) -> Any:
