@@ -55,9 +55,13 @@ def check(
         raise UserError(f"--engine is '{engine}'; take one of {', '.join(engines)}")
     if engine is not None and (engine_python is None or model is None):
         raise UserError("--engine needs a MODEL, and --engine-python ENVIRONMENT/bin/python, which has the engine")
+    from transformers.utils import logging
+
     from surgery.checking.check import check as check_state
     from surgery.checking.check import open_model, open_source
 
+    logging.disable_progress_bar()
+    check_config(architecture, trust_remote_code)
     shown: list[tuple[str, Any, bool]] = []  # text, JSON, whether something is wrong
     if lora is not None:
         from surgery.checking.adapters import check_adapters
@@ -83,6 +87,17 @@ def check(
     print(json.dumps(told[0] if len(told) == 1 else told, indent=2) if as_json else "\n\n".join(text for text, _, _ in shown))
     if any(wrong for _, _, wrong in shown):
         raise typer.Exit(1)
+
+
+def check_config(source: str | None, trust_remote_code: bool) -> None:
+    """Raise UserError for a folder or a config.json of this machine that is no model's, as load does."""
+    path = Path(source or "")
+    if source is not None and (path.is_dir() or (path.is_file() and path.name == "config.json")):
+        from surgery.models.load import read_config
+
+        folder = path if path.is_dir() else path.parent
+        check_model(str(folder))
+        read_config(folder, trust_remote_code)
 
 
 def doctor(
@@ -113,6 +128,7 @@ def doctor(
     from surgery.models.load import check_device, choose_dtype
 
     check_device(device)
+    check_config(model, trust_remote_code)
     place = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     sizes, stored = (None, torch.float32) if model is None else read_sizes(model, trust_remote_code)
     chosen = choose_dtype(dtype, stored, place)

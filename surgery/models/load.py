@@ -7,6 +7,7 @@ folder runs unless the caller allows it. Everything that keeps a model from bein
 """
 
 import json
+import os
 import platform
 import re
 from functools import cache
@@ -167,8 +168,8 @@ def find_folder(name: str | Path, revision: str | None = None) -> Path:
 
 
 def check_files(folder: Path) -> None:
-    """Raise UserError for a file that cannot be a model's: a pipe would be waited for, a device has no end, an index must not
-    lead out of the folder, and an adapter is no model."""
+    """Raise UserError for a file that cannot be read or be a model's: a pipe would be waited for, a device has no end, an index
+    must not lead out of the folder, and an adapter is no model."""
     if (folder / "adapter_config.json").exists():
         raise UserError(
             f"{folder} is an adapter: load its base, and put it on with peft.PeftModel.from_pretrained(model, FOLDER)"
@@ -176,6 +177,8 @@ def check_files(folder: Path) -> None:
     for path in sorted(folder.iterdir()):
         if path.suffix in READ and path.exists() and not path.is_dir() and not path.is_file():
             raise UserError(f"{path} is not a plain file")
+        if path.suffix in READ and path.exists() and not os.access(path, os.R_OK):
+            raise UserError(f"cannot read {path}: permission denied")
         if path.name.endswith((".safetensors.index.json", ".bin.index.json")):
             original.read_index(path)
 
@@ -199,6 +202,11 @@ def read_config(folder: Path, trust_remote_code: bool = False) -> Any:
     """The configuration of a folder of transformers'. Raises UserError for what is no model's, for a type that transformers
     does not know, and for grafts that went with version 0.30."""
     path, content = folder / "config.json", read_content(folder)
+    held = content.get("text_config")
+    for name in ("num_hidden_layers", "n_layer"):  # lists as long are made already of a configuration
+        count = (held if isinstance(held, dict) else content).get(name)
+        if isinstance(count, int | float) and count > MOST_LAYERS:
+            raise UserError(f"{path}: a model of {count:,} layers; at most {MOST_LAYERS:,} are made")
     if original.is_original(content):
         return original.read_config(content)
     kind = content.get("model_type")
@@ -216,13 +224,10 @@ def read_config(folder: Path, trust_remote_code: bool = False) -> Any:
         raise UserError(f"cannot read {path}: {one_line(error)}") from error
     config.return_dict = True
     text = config.get_text_config(decoder=True)
-    layers = getattr(text, "num_hidden_layers", None)
-    if isinstance(layers, int) and layers > MOST_LAYERS:
-        raise UserError(f"{path}: a model of {layers} layers; at most {MOST_LAYERS:,} are made")
     for name in ("chunk_size", "mamba_chunk_size"):
         if not isinstance(getattr(text, name, 1), int) or getattr(text, name, 1) < 1:
             raise UserError(f"{path}: {name} is {getattr(text, name)!r}; it has to be a whole number from 1 on")
-    check_grafts(path, getattr(config, "grafts", None) or [], layers)
+    check_grafts(path, getattr(config, "grafts", None) or [], getattr(text, "num_hidden_layers", None))
     return config
 
 

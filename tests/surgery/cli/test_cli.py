@@ -80,6 +80,8 @@ def places(tmp_path):
     (tmp_path / "run" / "hybrid" / "config.json").write_text('{"grafts": [{"layer": 0}]}')
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "config.json").write_text("{")
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "config.json").write_text('{"model_type": "mamba2", "num_hidden_layers": 1000000000}')
     (tmp_path / "plan.json").write_text('{"sites": ["L0.H0"], "starts": {}}')
     (tmp_path / "list.json").write_text("[]")
     half = Estimate(mean=0.5, low=0.4, high=0.6, n=9)
@@ -115,6 +117,9 @@ def places(tmp_path):
         (f"look {BASE}/config.json", BASE),
         ("look {}/empty", "config.json"),
         ("look {}/run", "hybrid"),
+        ("doctor {}/empty", "config.json"),
+        ("doctor {}/deep", "layers"),
+        ("check --architecture {}/deep/config.json", "layers"),
         (f"look {BASE} --text no-such.txt", "no-such.txt"),
         (f"look {BASE} --dtype int8", "dtype"),
         ("run {}/r.yaml", "no-such"),

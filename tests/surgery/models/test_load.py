@@ -158,7 +158,7 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "a kernel of the Hub": (lambda folder: edit(folder, attn_implementation="evil/kernel"), "attn_implementation"),
     "chunk size": (lambda folder: edit(folder, chunk_size=0), "chunk_size"),
-    "depth": (lambda folder: edit(folder, num_hidden_layers=10**6), "layers"),
+    "depth": (lambda folder: edit(folder, num_hidden_layers=10**9), "layers"),
     "another size": (lambda folder: edit(folder, vocab_size=77), "embedding"),
     "adapter": (write("adapter_config.json", b"{}"), "peft"),
     "no weights": (remove("model.safetensors"), "cannot load"),
@@ -195,6 +195,12 @@ def test_what_is_wrong_is_said_in_one_line(base: Path, case: str) -> None:
         load(base)
     assert word in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_may_not_be_read_is_named(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.access", lambda path, _: Path(path).name != "model.safetensors")  # root may read everything
+    with pytest.raises(UserError, match=r"model\.safetensors: permission denied"):
+        load(base)
 
 
 @pytest.mark.parametrize(
