@@ -124,7 +124,9 @@ def main() -> None:
         else:
             status = _end(_unexpected(error), 2)
     if status == 130:
-        status = _end(f"interrupted{_continuation(sys.argv)}", 130)
+        words = [word for word in sys.argv[1:] if word not in ("--overwrite", "--resume")]
+        more = f"; to go on: surgery {shlex.join(words)} --resume" if words and words[0] in RESUMABLE else ""
+        status = _end(f"interrupted{more}", 130)
     sys.exit(status if isinstance(status, int) else 0)
 
 
@@ -162,11 +164,3 @@ def _end(line: str, status: int) -> int:
     text = " ".join(line.split())
     say(printable(f"surgery: {text if len(text) <= LONGEST else text[:LONGEST] + ' ...'}"))
     return status
-
-
-def _continuation(argv: list[str]) -> str:
-    """The command that goes on, where there is one."""
-    if len(argv) < 2 or argv[1] not in RESUMABLE:
-        return ""
-    words = [word for word in argv[1:] if word not in ("--overwrite", "--resume")]
-    return f"; to go on: surgery {shlex.join(words)} --resume"

@@ -66,7 +66,14 @@ def judge(
         answer = "not judged"
         sentence = f"Not to be judged: the base is at chance on {asked.label}, so what it cannot do was not edited; {compared}."
     details = [_said_of_controls(controls, asked, measurement), _said_of_losses(measurements, base, model, losses, answer)]
-    details += [_said_of_price(base, model), _said_of_text(model)]
+    details.append(_said_of_price(base, model))
+    if (on_text := model.on_text) is not None:
+        details.append(on_text.sentence())
+        if on_text.acts is not None and MUCH < on_text.acts.mean < 1:
+            details[-1] += (
+                " That is much more text than plan.share asks for: plan.keep_skills=true makes null keys that stay closed on "
+                "text, and fewer heads (plan.heads) act on less."
+            )
     far = answer == "yes" and share is not None and share.high < HALF
     advice = _advise(measurements, models, name, measurement, answer) if answer != "yes" or far else ""
     return Verdict(
@@ -144,16 +151,6 @@ def _said_of_price(base: ModelReport, model: ModelReport) -> str:
     return (
         f"Price after {after.context:,} tokens: a cache of {size(after.cache_bytes)} (base {size(before.cache_bytes)}), {time} "
         f"[{token.low:.2f}, {token.high:.2f}]."
-    )
-
-
-def _said_of_text(model: ModelReport) -> str:
-    said = model.on_text.sentence() if model.on_text is not None else ""
-    if model.on_text is None or model.on_text.acts is None or not MUCH < model.on_text.acts.mean < 1:
-        return said
-    return (
-        f"{said} That is much more text than plan.share asks for: plan.keep_skills=true makes null keys that stay closed on "
-        "text, and fewer heads (plan.heads) act on less."
     )
 
 
