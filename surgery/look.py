@@ -20,8 +20,11 @@ from surgery.errors import UserError
 from surgery.evaluation.costs import cache_bytes, now, read_context
 from surgery.evaluation.statistics import estimate
 from surgery.evaluation.texts import open_held_out, token_losses
+from surgery.locating.roles import find_roles
+from surgery.models.anatomy import anatomy
 from surgery.models.digests import fingerprint
 from surgery.probes import make_probe
+from surgery.probes.encoded import encode
 from surgery.probes.question import Question
 from surgery.probes.scoring import answer
 from surgery.probes.toy_tokenizer import is_toy_tokenizer
@@ -31,6 +34,7 @@ from surgery.records.recipe import TOY, Data
 from surgery.records.record import Record, installed_version
 from surgery.records.site import Site
 from surgery.runtime.files import file_digest, settings_digest
+from surgery.runtime.processes import threads_for
 from surgery.runtime.progress import bar, size
 from surgery.splicing.splice import adopt, splice
 
@@ -42,6 +46,7 @@ SEED = 70_001  # added to the seed: no other questions have it
 WINDOWS, WINDOW = 16, 256  # of text
 SHORT, LONG = 64, 128  # tokens of the prompts from whose caches longer ones are counted
 CONTEXTS = (4_096, 32_768, 131_072)
+STEP_PAIRS, STEP_RUNS, STEP_SECONDS = 8, 3, 60.0  # of the steps by layer: forward passes a layer, and the most they may take
 SURE, CEILING = 0.5, 0.98  # accuracies: with 4 entries, what no guessing reaches; and what leaves nothing to gain
 
 
@@ -73,7 +78,7 @@ class Held(Record):
 class Look(Record):
     """What a first look saw."""
 
-    schema_version: Literal[4] = 4
+    schema_version: Literal[5] = 5
     toolkit: str
     fingerprint: str
     model: str
@@ -91,6 +96,8 @@ class Look(Record):
     """What keeps the model from being edited; empty where nothing does."""
     retrieval: dict[int, Score]
     """Entries of a dictionary -> accuracy."""
+    steps: str
+    """Which layers and convolutions gather and aggregate, as a sentence; empty where that was not measured."""
     skills: dict[str, Score]
     facts: str
     """What skills are asked about: toy or capitals."""
@@ -123,6 +130,7 @@ class Look(Record):
         )
         lines = [f"{self.model}: {self.model_type}, {self.parameters:,} parameters, {self.dtype}", f"can be edited: {can}"]
         lines += [f"dictionaries of {n} pairs: {score}" for n, score in self.retrieval.items()]
+        lines += [f"steps, by layer: {self.steps}"] if self.steps else []
         lines += [
             f"{SKILLS[name]} ({'built-in toy data' if self.facts == TOY else self.facts}): {score}"
             for name, score in self.skills.items()
@@ -151,7 +159,8 @@ def look(
     if kept.is_file():
         with contextlib.suppress(UserError):  # of another version, or damaged
             return Look.read(kept).model_copy(update={"model": name})
-    seen = _measure(model, tokenizer, text, name, print_, seed)
+    with threads_for(sum(p.numel() for p in model.parameters())):
+        seen = _measure(model, tokenizer, text, name, print_, seed)
     with contextlib.suppress(UserError):  # no place to keep it
         seen.write(kept)
     return seen
@@ -200,6 +209,7 @@ def _measure(model: Any, tokenizer: Any, text: str | Path | None, name: str, pri
         heads=heads,
         why_not=why_not,
         retrieval=retrieval,
+        steps=_find_steps(adopted, tokenizer, seed, speed) if STEP_PAIRS in retrieval else "",
         skills=skills,
         facts=facts,
         text_loss=loss,
@@ -232,6 +242,19 @@ def _ask(model: Any, tokenizer: Any, questions: Sequence[Question], least: int) 
         count = max(least - len(right), min(int(SECONDS / each) - len(right), 2 * len(right)))
     chance = float(np.mean([question.chance for question in questions[: len(right)]]))
     return Score(accuracy=estimate(np.array(right, dtype=float)), chance=chance)
+
+
+def _find_steps(model: Any, tokenizer: Any, seed: int, speed: float) -> str:
+    """The circuit by whole layers, which `locate` resolves into heads; nothing where it would take long."""
+    encoded = encode(tokenizer, make_probe("kv", tokenizer, pairs=STEP_PAIRS).questions(LEAST, SEED + seed))
+    try:
+        layers = len(anatomy(model).blocks)
+        if STEP_RUNS * layers * sum(map(len, encoded.rows)) > STEP_SECONDS * speed:
+            return ""
+        found = find_roles(model, encoded, (), (), range(len(encoded)), LEAST)
+    except UserError:  # of no layout that is known here
+        return ""
+    return found.circuit.sentence if found.circuit else ""
 
 
 def _count_cache(model: Any, editable: Sequence[int]) -> tuple[Held, ...]:

@@ -19,10 +19,11 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from surgery.checking import laws
 from surgery.checking.law import Finding, Law, subject_of
-from surgery.checking.shrink import SMALL, random_model, read_config, shrink
+from surgery.checking.shrink import random_model, read_config, shrink
 from surgery.errors import UserError
 from surgery.kernels.explain import Sizes
 from surgery.modeling.graft import GraftMixer
+from surgery.runtime.processes import threads_for
 from surgery.splicing.splice import adopt
 
 ORDER = ("wrong", "refused", "right", "not applicable")
@@ -114,21 +115,15 @@ def check_laws(
     model: PreTrainedModel, *, quick: bool = False, full: bool = False, only: tuple[str, ...] = ()
 ) -> tuple[tuple[Finding, ...], str]:
     """(the findings, worst first; what the model was run in). quick: only the laws that come first when time is short."""
-    size, threads = sum(p.numel() for p in model.parameters()), torch.get_num_threads()
+    size = sum(p.numel() for p in model.parameters())
     subject = subject_of(model, wide=8 * size <= WIDE)
     chosen = [
         law
         for name, law in all_laws().items()
         if (name in only if only else (law.quick or not quick) and (full or not law.slow))
     ]
-    if size <= SMALL:  # whose operations are so short that several threads take eight times the time of one, and more
-        torch.set_num_threads(1)
-    findings = []
-    try:
-        for law in chosen:
-            findings.append(law.run(subject))
-    finally:
-        torch.set_num_threads(threads)
+    with threads_for(size):
+        findings = [law.run(subject) for law in chosen]
     findings.sort(key=lambda finding: (ORDER.index(finding.verdict), -finding.difference))
     return tuple(findings), str(subject.dtype).removeprefix("torch.")
 

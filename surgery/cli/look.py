@@ -19,8 +19,8 @@ def look(
 ) -> None:
     """Take a first look at a model: is editing worth trying?
 
-    Prints what the model is, what can be edited, what it retrieves (dictionaries of 4 to 64 pairs), its other skills, the loss
-    on the text, the bytes of its cache, and a verdict.
+    Prints what the model is, what can be edited, what it retrieves (dictionaries of 4 to 64 pairs), which layers gather and
+    aggregate, its other skills, the loss on the text, the bytes of its cache, and a verdict.
 
     Examples:
       surgery look checkpoints/tiny-mamba2

@@ -5,8 +5,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -14,6 +14,7 @@ from surgery.errors import UserError
 
 P = ParamSpec("P")
 T = TypeVar("T")
+SMALL = 5_000_000  # parameters of a model that one thread serves
 
 
 def is_main() -> bool:
@@ -53,6 +54,20 @@ def on_main(work: Callable[P, T]) -> Callable[P, T]:
         return result
 
     return done
+
+
+@contextmanager
+def threads_for(parameters: int) -> Iterator[None]:
+    """One thread of torch for a small model: its operations are so short that several threads take eight times the time of one
+    where the machine has other work, and little less where it has none."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1 if parameters <= SMALL else threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 class FreshPython(AbstractContextManager["FreshPython"]):

@@ -174,6 +174,8 @@ def test_a_first_look_says_what_can_be_edited_and_whether_it_is_worth_it(seen):
     assert seen.worth
     assert seen.pairs in seen.retrieval
     assert [held.context for held in seen.held] == sorted(held.context for held in seen.held)
+    assert seen.steps.startswith("L0 convolution gathers at the ends of records; L0 aggregates at the query")
+    assert seen.steps in str(seen)
 
 
 def test_a_recipe_is_chosen_that_settings_change(seen, tmp_path, monkeypatch):
