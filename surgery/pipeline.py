@@ -177,7 +177,8 @@ def _tune(models: dict[str, Any], name: str, tokenizer: Any, recipe: Recipe, out
     """Stage tune, of one model, from the newest checkpoint on."""
     teacher, options = models["base"] if name != MAIN else None, recipe.tune
     if name != MAIN and name.removeprefix(PREFIX) in SLOW:
-        options = options.model_copy(update={"learning_rate": min(options.learning_rate, SLOW_RATE)})
+        most = SLOW_RATE / models[name].config.get_text_config().hidden_size ** 0.5
+        options = options.model_copy(update={"learning_rate": min(options.learning_rate, most)})
     with output.folder(f"tuning/{name}", settings) as folder:
         on_main(lambda: None)()  # nobody looks into the folder before it is ready
         log = tune(models[name], tokenizer, options, recipe.data, seed=recipe.seed, folder=folder, name=name, teacher=teacher)

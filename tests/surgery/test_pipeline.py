@@ -2,8 +2,10 @@
 
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from transformers import PreTrainedConfig
 
 from surgery import automatic, pipeline
 from surgery.cli.run import resumed
@@ -144,9 +146,11 @@ def test_what_a_later_stage_could_not_do_is_said_before_any_work(place, stages, 
 def test_weights_of_the_base_learn_at_a_rate_of_their_own(place, tmp_path, monkeypatch, name, rate):
     rates = []
     monkeypatch.setattr(pipeline, "tune", lambda *given, **named: rates.append(given[2].learning_rate) or TuningLog())
-    with open_output(tmp_path / "out") as output:
-        pipeline._tune({"base": None, name: None}, name, None, make_recipe(place, "tune.learning_rate=0.01"), output, {})
-    assert rates == [rate]
+    for width in (128, 512):
+        models = {"base": None, name: SimpleNamespace(config=PreTrainedConfig(hidden_size=width))}
+        with open_output(tmp_path / str(width)) as output:
+            pipeline._tune(models, name, None, make_recipe(place, "tune.learning_rate=0.01"), output, {})
+    assert rates == pytest.approx([rate, rate if rate == 0.01 else rate / 2], rel=1e-3)
 
 
 def test_an_output_that_holds_the_model_is_refused(ran):
