@@ -64,6 +64,16 @@ def test_cached_is_whole(name: str, null: float | None, sizes: list[int]) -> Non
 
 
 @FAMILIES
+@pytest.mark.parametrize("argument", ["cache_params", "past_key_values"])
+def test_a_backbone_reads_a_cache_under_either_name(name: str, argument: str) -> None:
+    backbone, ids = make_hybrid(name).base_model, make_rows()
+    given = {argument: DynamicCache(config=backbone.config), "use_cache": True}
+    with torch.no_grad():
+        parts = [backbone(part, **given).last_hidden_state for part in ids.split([9, 14], 1)]
+        assert_same(torch.cat(parts, 1), backbone(ids, use_cache=False).last_hidden_state, 1e-5)
+
+
+@FAMILIES
 @NULLS
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padded_is_alone(name: str, null: float | None, side: str) -> None:

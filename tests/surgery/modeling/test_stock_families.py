@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModel, AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM, DynamicCache
 
 from surgery.checking.check import check_laws
 from surgery.errors import UserError
@@ -123,6 +123,15 @@ def test_what_a_forward_does_not_read_is_refused(name: str) -> None:
         cache = hybrid(ids, use_cache=True).past_key_values
     with pytest.raises(ValueError, match="cache"):
         hybrid(ids, past_key_values=cache)
+
+
+@KINDS
+@pytest.mark.parametrize("argument", ["cache_params", "past_key_values"])
+def test_a_cache_is_read_under_either_name(name: str, argument: str) -> None:
+    hybrid, ids = make_hybrid(name), make_rows()
+    cache, last = DynamicCache(config=hybrid.config), logits(hybrid, ids)[:, -1:]
+    logits(hybrid, ids[:, :9], use_cache=True, **{argument: cache})
+    assert_same(logits(hybrid, ids[:, 9:], use_cache=True, **{argument: cache})[:, -1:], last)
 
 
 @FAMILIES
