@@ -166,9 +166,10 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
     "NaN": (change("nan"), "layers.1.mixer.D"),
     "infinity": (change("-inf"), "layers.1.mixer.D"),
     "missing tensor": (drop, "layers.1.mixer.D"),
-    "index out of the folder": (index("../x.safetensors"), "index"),
-    "index of a device": (index("/dev/zero"), "index"),
+    "index out of the folder": (index("../x.safetensors"), "same folder"),
+    "index of a device": (index("/dev/zero"), "same folder"),
     "index of a pipe": (lambda folder: (os.mkfifo(folder / "p.safetensors"), index("p.safetensors")(folder)), "p.safetensors"),
+    "a pipe": (lambda folder: os.mkfifo(folder / "extra.txt"), "plain file"),
     "no tokenizer": (remove("tokenizer.json", "tokenizer_config.json"), "tokenizer"),
     "damaged tokenizer": (write("tokenizer.json", b"{}"), "tokenizer"),
     "a tokenizer that panics": (
