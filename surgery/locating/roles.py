@@ -46,6 +46,7 @@ PAIRED = 4  # members of a layer whose pairs are tried
 NAMED = 4  # units of either role that a sentence names
 EDGES = 3  # units of either role between which edges are measured
 PLACES = ("everywhere", "evidence", "spans", "elsewhere")
+ENDS = ("evidence", "spans")  # where a unit may gather: at the end of the record that holds the answer, or of all
 Role = Literal["gather", "aggregate", "both", "none"]
 
 
@@ -62,6 +63,11 @@ class Costs:
     @property
     def layer(self) -> int:
         return self.units[0].layer
+
+    @property
+    def end(self) -> str:
+        """Which of ENDS it is needed at most."""
+        return max(ENDS, key=self.mean)
 
     def mean(self, *places: str) -> float:
         """The largest mean cost among places, 0 where none was measured."""
@@ -162,22 +168,21 @@ def find_roles(
     layers = whole_layers(ablator)
     convs = [Costs((unit,), unit.name, ("gather",)) for unit in convolutions(ablator.anatomy)]
     ablator.at_query([*lead, *layers])
-    ablator.at_places([*layers, *convs], ("evidence",))
+    ablator.at_places([*layers, *convs], ENDS)
     rest: list[Costs] = []
-    for layer in sorted(layers, key=lambda layer: -layer.mean("query", "evidence")):
+    for layer in sorted(layers, key=lambda layer: -layer.mean("query", *ENDS)):
         mine = [Costs((unit,), unit.name) for unit in others if unit.place == layer.units[0].place]
         mine = mine[: min(OF_LAYER, OTHERS - len(rest))]
         if layer.mean("query") >= COST:
             ablator.at_query(mine)
-        if layer.mean("evidence") >= COST:
-            ablator.at_places(mine, ("evidence",))
-        rest += mine if layer.mean("query", "evidence") >= COST else []
+        ablator.at_places(mine, [place for place in ENDS if layer.mean(place) >= COST])
+        rest += mine if layer.mean("query", *ENDS) >= COST else []
     ablator.at_places(lead)
     tested = [*lead, *rest, *convs, *layers]
-    heads = [*lead, *(each for each in rest if each.mean("query", "evidence") >= COST)]
-    convs = [each for each in convs if each.mean("evidence") >= COST]
-    groups = [*find_groups(ablator, layers, [*lead, *rest], "query"), *find_groups(ablator, layers, [*lead, *rest], "evidence")]
-    groups = [*convs, *merge_groups(groups)]
+    heads = [*lead, *(each for each in rest if each.mean("query", *ENDS) >= COST)]
+    convs = [each for each in convs if each.mean(*ENDS) >= COST]
+    found = [group for place in ("query", *ENDS) for group in find_groups(ablator, layers, [*lead, *rest], place)]
+    groups = [*convs, *merge_groups(found)]
     ablator.at_query([*heads, *groups])
     ablator.at_places([*heads, *groups])
     return name_roles(ablator, heads, groups, layers, len(tested))
@@ -246,7 +251,7 @@ def find_stand_ins(ablator: Ablator, aggregate: Sequence[Costs], layers: Sequenc
 
 def name_roles(ablator: Ablator, heads: Sequence[Costs], groups: Sequence[Costs], layers: Sequence[Costs], tests: int) -> Found:
     """Roles by the definitions of this module, from what was measured."""
-    ranked = sorted((*heads, *groups), key=lambda each: -each.mean("query", "evidence"))
+    ranked = sorted((*heads, *groups), key=lambda each: -each.mean("query", *ENDS))
     units = [each for each in ranked if not is_general(ablator, each, tests)]
     aggregate = [each for each in units if "aggregate" in each.roles and is_needed(each.at["query"], tests)]
     stand_ins = find_stand_ins(ablator, aggregate, layers, tests)
@@ -306,18 +311,17 @@ def is_needed(values: np.ndarray, tests: int) -> bool:
 
 def is_general(ablator: Ablator, costs: Costs, tests: int) -> bool:
     """Whether a unit is needed elsewhere about as much as where retrieval takes place, or costs there what a guess does."""
-    most = min(costs.mean("query", "evidence", "spans"), ablator.guess)
+    most = min(costs.mean("query", *ENDS), ablator.guess)
     return costs.mean("elsewhere") >= HALF * most and is_needed(costs.at["elsewhere"], tests)
 
 
 def gathers(ablator: Ablator, costs: Costs, aggregate: Sequence[Costs], tests: int) -> bool:
     """Whether a unit is needed at the ends of spans, and this need passes through the aggregate units behind it."""
-    place = max(("evidence", "spans"), key=costs.mean)
     behind = [(other, "query") for other in aggregate if comes_before(costs, other)]
-    if not behind or not is_needed(costs.at[place], tests):
+    if not behind or not is_needed(costs.at[costs.end], tests):
         return False
-    through = passing(ablator, (costs, place), behind)
-    return is_needed(through, 1) and through.mean() >= HALF * costs.mean(place)
+    through = passing(ablator, (costs, costs.end), behind)
+    return is_needed(through, 1) and through.mean() >= HALF * costs.mean(*ENDS)
 
 
 def passing(ablator: Ablator, source: tuple[Costs, str], silent: Sequence[tuple[Costs, str]]) -> np.ndarray:
@@ -335,12 +339,11 @@ def comes_before(one: Costs, other: Costs) -> bool:
 def measure_edges(ablator: Ablator, gather: Sequence[Costs], aggregate: Sequence[Costs]) -> tuple[Edge, ...]:
     """How much of each gather unit's cost passes through each single aggregate unit, for those that cost most."""
     edges = []
-    for one in sorted(gather, key=lambda each: -each.mean("evidence", "spans"))[:EDGES]:
-        place = max(("evidence", "spans"), key=one.mean)
+    for one in sorted(gather, key=lambda each: -each.mean(*ENDS))[:EDGES]:
         for other in sorted(aggregate, key=lambda each: -each.mean("query"))[:EDGES]:
             if one is not other and comes_before(one, other):
-                through = passing(ablator, (one, place), [(other, "query")])
-                edges.append(Edge(source=one.name, target=other.name, share=float(through.mean() / one.mean(place))))
+                through = passing(ablator, (one, one.end), [(other, "query")])
+                edges.append(Edge(source=one.name, target=other.name, share=float(through.mean() / one.mean(*ENDS))))
     return tuple(edges)
 
 
@@ -363,5 +366,5 @@ def describe_circuit(ablator: Ablator, gather: Sequence[Costs], aggregate: Seque
     left += f" {accuracy(*((each, 'query') for each in aggregate))}"
     if not gather:
         return f"{found}, and nothing was found to gather; {left}."
-    places = [(each, max(("evidence", "spans"), key=each.mean)) for each in gather]
+    places = [(each, each.end) for each in gather]
     return f"{listed(gather, 'gather')} at the ends of records; {found}; {left}, ablating what gathers, to {accuracy(*places)}."
