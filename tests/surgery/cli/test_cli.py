@@ -65,11 +65,13 @@ def test_help_lists_and_messages_import_nothing_heavy():
     assert done.stdout.splitlines()[-1] == "[]"
 
 
-def test_settings_of_a_section_are_listed(surgery):
+def test_settings_of_a_section_are_listed(surgery, monkeypatch):
+    monkeypatch.delenv("USE_HUB_KERNELS", raising=False)
     status, out, _ = surgery("list", "settings", "tune.lora")
     assert status == 0
     assert "tune.lora.r" in out
     assert "bench" not in out
+    assert os.environ["USE_HUB_KERNELS"] == "0"  # before anything is loaded
 
 
 @pytest.fixture

@@ -136,6 +136,14 @@ def index(shard: str) -> Callable[[Path], None]:
     return do
 
 
+def edit_tokenizer(**fields: Any) -> Callable[[Path], None]:
+    def do(folder: Path) -> None:
+        path = folder / "tokenizer.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+    return do
+
+
 def write(name: str, content: bytes) -> Callable[[Path], None]:
     return lambda folder: (folder / name).write_bytes(content)  # type: ignore[return-value]
 
@@ -172,12 +180,7 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a pipe": (lambda folder: os.mkfifo(folder / "extra.txt"), "plain file"),
     "no tokenizer": (remove("tokenizer.json", "tokenizer_config.json"), "tokenizer"),
     "damaged tokenizer": (write("tokenizer.json", b"{}"), "tokenizer"),
-    "a tokenizer that panics": (
-        lambda folder: (folder / "tokenizer.json").write_text(
-            (folder / "tokenizer.json").read_text().replace('"use_regex": true', '"use_regex": 7')
-        ),
-        "tokenizer",
-    ),
+    "a tokenizer that panics": (edit_tokenizer(pre_tokenizer={"type": "FixedLength", "length": 0}), "PanicException"),
     "windows": (grafted(kind="window", **HEAD), "0.30.0"),
     "shared pairs": (grafted(shared=True, **HEAD), "0.30.0"),
     "own values": (grafted(own_values=True, **HEAD), "0.30.0"),
