@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from surgery.cli import app
 from surgery.records.plan import Plan
@@ -258,3 +259,13 @@ def test_a_plan_of_another_base_is_refused(surgery, tmp_path):
     assert status == 2
     assert "me/other" in err
     assert not (tmp_path / "spliced").exists()
+
+
+def test_a_weight_that_is_no_number_is_named_before_any_law(surgery, tmp_path):
+    shutil.copytree(ROOT / BASE, tmp_path / "base")
+    weights = load_file(tmp_path / "base" / "model.safetensors")
+    weights["backbone.layers.1.mixer.D"][2] = torch.nan
+    save_file(weights, tmp_path / "base" / "model.safetensors", {"format": "pt"})
+    status, out, err = surgery("check", tmp_path / "base")
+    assert (status, out) == (2, "")
+    assert "'backbone.layers.1.mixer.D' holds a NaN" in err
