@@ -118,6 +118,12 @@ class GraftedModel:
         checkpoint holds. The modules here are its own, and grafts have no such buffers."""
         return False
 
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        """transformers looks for experts in the file of a class; those of a hybrid are in the file of its stock class."""
+        stock: Any = next((kind for kind in cls.__mro__ if kind.__module__.startswith("transformers.models.")), None)
+        return stock is not None and bool(stock._can_set_experts_implementation())
+
 
 class HybridLanguageModel(GraftedModel):
     """A mixin before a language model of transformers. backbone_class: ours, in the place of the stock one, where there is one.

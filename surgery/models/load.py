@@ -86,6 +86,8 @@ def load(
             model = model.to(wanted)
         if not hasattr(model, "hf_quantizer") and not hasattr(model, "hf_device_map"):
             model = model.to(target)
+        if model.dtype == torch.float64 and getattr(model, "_can_set_experts_implementation", bool)():
+            model.set_experts_implementation("eager")  # the others know no float64
     except UserError:
         raise
     except Exception as error:  # whatever a damaged file raises

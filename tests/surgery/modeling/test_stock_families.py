@@ -1,5 +1,6 @@
 """Laws of hybrids whose SSMs stand among a stock model's other layers: however a text is fed, the logits are the same."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from transformers import AutoModel, AutoModelForCausalLM, DynamicCache
 from surgery.checking.check import check_laws
 from surgery.errors import UserError
 from surgery.models.digests import fingerprint
+from surgery.models.load import open_folder
 from surgery.records.plan import Plan
 from surgery.splicing.splice import adopt, splice, unsplice
 from tests.surgery.modeling.stock_bases import CONFIGURATIONS, make_base, make_hybrid, make_rows
@@ -39,6 +41,20 @@ def test_adopted_is_stock(name: str) -> None:
     assert_same(logits(adopted, ids), logits(base, ids), 1e-6)
     assert torch.equal(adopted.generate(ids, **GENERATE), base.generate(ids, **GENERATE))
     assert fingerprint(adopted) == fingerprint(base)
+
+
+@pytest.mark.parametrize("name", ["granitemoehybrid", "jamba", "kimi_linear"])
+def test_a_hybrid_with_experts_and_then_its_base_can_be_loaded(name: str, tmp_path: Path) -> None:
+    base, hybrid, ids = make_base(name), make_hybrid(name), make_rows()
+    for model, folder in ((base, "base"), (hybrid, "hybrid")):
+        model.save_pretrained(tmp_path / folder)
+        for kind in type(model).__mro__:  # what transformers has noted of it until now
+            if "_can_set_experts_implementation_cached_value" in vars(kind):
+                del kind._can_set_experts_implementation_cached_value
+    loaded = open_folder(tmp_path / "hybrid", torch.float32, "cpu", False, False)
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    assert loaded.config._experts_implementation == stock.config._experts_implementation
+    assert_same(logits(adopt(stock), ids), logits(base, ids), 1e-5)
 
 
 @KINDS
