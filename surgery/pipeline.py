@@ -37,7 +37,6 @@ from surgery.tuning.loop import tune
 from surgery.tuning.lora import match_targets
 
 R = TypeVar("R", bound=Record)
-FRESH = 30_011  # added to the seed: questions that the ranking has not seen
 NULL_ROWS = 16  # of text, on which attribution sets the null keys of all heads
 MAIN = "tuned"  # the model that the report is about
 UNSEEN = 10_007  # added to the seed: questions by which heads are added are not those that ranked them

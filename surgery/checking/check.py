@@ -6,7 +6,6 @@ Nothing is written, and nothing foreign runs, unless it is asked for.
 import importlib
 import json
 import math
-import pkgutil
 import platform
 import time
 from dataclasses import asdict, dataclass
@@ -17,12 +16,12 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from surgery.checking import laws
 from surgery.checking.law import Finding, Law, subject_of
 from surgery.checking.shrink import random_model, read_config, shrink
 from surgery.errors import UserError
 from surgery.kernels.explain import Sizes
 from surgery.modeling.graft import GraftMixer
+from surgery.runtime.listing import list_modules
 from surgery.runtime.processes import threads_for
 from surgery.splicing.splice import adopt
 
@@ -130,7 +129,7 @@ def check_laws(
 
 def all_laws() -> dict[str, Law]:
     """The laws by the names of their files."""
-    names = sorted(module.name for module in pkgutil.iter_modules(laws.__path__))
+    names = list_modules("checking/laws", "LAW")
     return {name: importlib.import_module(f"surgery.checking.laws.{name}").LAW for name in names}
 
 

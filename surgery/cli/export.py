@@ -27,7 +27,7 @@ from surgery.runtime.progress import show
 def export(
     hybrid: ModelArgument,
     out: OutFolder,
-    format: Annotated[str, typer.Option("--format", help="hf, patch, nemotron_h or gguf.")] = "hf",
+    format: Annotated[str, typer.Option("--format", help=", ".join(list_table("exporting/export.py", "FORMATS")))] = "hf",
     base: Annotated[str | None, typer.Option("--base", help="The base, for a patch: a folder or a Hub id.")] = None,
     report: Annotated[Path | None, typer.Option("--report", help="report.json that measured it, for the card.")] = None,
     verify: Annotated[str, typer.Option("--verify", help="quick, or full: 64 greedy tokens, in float32.")] = "quick",

@@ -32,7 +32,10 @@ def list_names(
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 10_000
     indent = max(len(name) for name, _ in rows) + 2
     for name, about in rows:
-        show(textwrap.fill(about, max(width, indent + 30), initial_indent=name.ljust(indent), subsequent_indent=" " * indent))
+        show(
+            textwrap.fill(about, max(width, indent + 30), initial_indent=name.ljust(indent), subsequent_indent=" " * indent)
+            or name
+        )
 
 
 def _names(kind: str) -> dict[str, str]:
@@ -45,19 +48,11 @@ def _names(kind: str) -> dict[str, str]:
         heads = {path.stem: path.read_text(encoding="utf-8").partition("\n")[0] for path in sorted(folder.glob("*.yaml"))}
         return {name: head.lstrip("# ") for name, head in heads.items()}
     if kind == "formats":
-        return {name: FORMATS_ABOUT.get(name, "") for name in list_table("exporting/export.py", "FORMATS")}
+        return list_table("exporting/export.py", "FORMATS")
     if kind in ("suites", "controls"):
         return list_table(f"evaluation/{kind}.py", kind.upper())
     places = {"probes": ("probes", "PROBE"), "families": ("modeling", "FAMILY"), "laws": ("checking/laws", "LAW")}
     return list_modules(*places[kind])
-
-
-FORMATS_ABOUT = {
-    "hf": "a Hugging Face folder, with the modeling code for where this package is not installed",
-    "patch": "what differs from the base, small enough for a mail; needs this package and the base",
-    "nemotron_h": "for engines that know NemotronH; grafts of whole layers",
-    "gguf": "for llama.cpp; grafts of whole layers, and bases",
-}
 
 
 def _default(field: Any) -> str:

@@ -22,13 +22,19 @@ from surgery.runtime.files import MANIFEST, file_digest, open_output, write_text
 from surgery.runtime.progress import say
 
 RECORD, PLAN, REPORT = "export.json", "plan.json", "report.json"
-# Format -> where its writer is: write(hybrid, tokenizer, folder, **options). "hf" and "patch" are read back by the proof here;
-# the others, for other programs, prove themselves.
+# Format -> one line about it, and where its writer is: write(hybrid, tokenizer, folder, **options). "hf" and "patch" are read
+# back by the proof here; the others, for other programs, prove themselves.
 FORMATS = {
-    "hf": "exporting.export:write_hf",
-    "patch": "exporting.patch:write_patch",
-    "nemotron_h": "serving.nemotron_h:export_nemotron_h",
-    "gguf": "serving.gguf:export_gguf",
+    "hf": (
+        "a Hugging Face folder, with the modeling code for where this package is not installed",
+        "exporting.export:write_hf",
+    ),
+    "patch": (
+        "what differs from the base, small enough for a mail; needs this package and the base",
+        "exporting.patch:write_patch",
+    ),
+    "nemotron_h": ("for engines that know NemotronH; grafts of whole layers", "serving.nemotron_h:export_nemotron_h"),
+    "gguf": ("for llama.cpp; grafts of whole layers, and bases", "serving.gguf:export_gguf"),
 }
 READERS = {"hf": "transformers", "patch": "surgery"}
 HEAD = f"""\
@@ -118,7 +124,7 @@ def write_export(
     with start_reader(hybrid) as process, ThreadPoolExecutor(1) as beside:
         if format == "patch":
             options |= {"base": place, "home": home}
-        module, _, function = FORMATS[format].partition(":")
+        module, _, function = FORMATS[format][1].partition(":")
         getattr(importlib.import_module(f"surgery.{module}"), function)(hybrid, tokenizer, folder, **options)
         if plan is not None:
             plan.write(folder / PLAN)

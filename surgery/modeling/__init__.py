@@ -6,6 +6,8 @@ from typing import Any
 
 MODULES = {module.name: import_module(f"{__name__}.{module.name}") for module in iter_modules(__path__)}
 FAMILIES = {name: module.FAMILY for name, module in MODULES.items() if hasattr(module, "FAMILY")}
+if wrong := [name for name, family in FAMILIES.items() if family.model_type != name]:
+    raise ImportError(f"modeling/{wrong[0]}.py is named after no model type; its FAMILY has {FAMILIES[wrong[0]].model_type}")
 
 
 def family_of(config: Any) -> Any:

@@ -6,7 +6,7 @@ cache.
     out = mixer.finish(y, streams.gate)      norm, gate and output projection
 
 A grafted head h looks up the values x of earlier tokens by attention with queries and keys of its own, beside a null key with
-the learned logit b + w . q_t and no value (docs/derivations.md):
+a learned logit and no value (docs/derivations.md):
 
     p = softmax([sigma tau q_t . k_s + log_write_s, b + w . sigma tau q_t]),   m_t = 1 - p_null
     y_t <- (1 - g m_t) y_t + g (sigma sum_s p_ts x_s + m_t D x_t)

@@ -1,8 +1,8 @@
 """Mamba-2 with attention at some heads: state-spaces' mamba2-*, Codestral-Mamba.
 
-Notation of arXiv 2405.21060. For each token t a layer projects its input to a gate z, a value x, a write vector B, a read
-vector C and a time step dt > 0; x, B and C then pass a short convolution and SiLU. A head keeps a state S (head_dim x d_state),
-which decays by exp(A dt_t), A < 0, is written at every token, and is read:
+Notation of arXiv 2405.21060, which calls this kind of model SSD. For each token t a layer projects its input to a gate z, a
+value x, a write vector B, a read vector C and a time step dt > 0; x, B and C then pass a short convolution and SiLU. A head
+keeps a state S (head_dim x d_state), which decays by exp(A dt_t), A < 0, is written at every token, and is read:
 
     S_t = exp(A dt_t) S_{t-1} + dt_t x_t B_t^T,    y_t = S_t C_t + D x_t
 
@@ -11,9 +11,10 @@ With the recursion written out, and a_t = A dt_t, the state is a sum over all ea
     y_t = sum_{s<=t} exp(a_{s+1} + ... + a_t) (C_t . B_s) dt_s x_s + D x_t
 
 This is linear attention: C is the query, B the key, x the value, C_t . B_s the score, exp(...) a decay with the distance, and
-dt_s says how much token s writes. The *dual graft* of a head keeps x, D, gate, norm and out_proj, and replaces the sum alone:
+dt_s says how much token s writes. The *dual graft* of a head keeps x, D, gate, norm and out_proj, and has attention beside the
+sum:
 
-    y_t = sigma sum_{s<=t} softmax_s(sigma tau C'_t . B'_s + log dt_s) x_s + D x_t
+    found_t = sigma sum_{s<=t} softmax_s(sigma tau C'_t . B'_s + log dt_s) x_s + D x_t
 
 C' and B' come from the graft's own projections and convolution, which start as copies of the base's rows for C and B. The decay
 is left out: softmax decides by the scores alone which tokens count, at any distance.
@@ -29,7 +30,8 @@ logit b and no value. What the softmax leaves to the other keys, m_t, is the sha
     p_t = softmax([scores, b]),    m_t = 1 - p_t,null,    y_t = (1 - g m_t) ssm_t + g (sigma sum_s p_ts x_s + m_t D x_t)
 
 ssm_t is the head's own output, D x_t included, and g a learned gate. Below a threshold m_t counts as 0 in inference, and then
-y_t is ssm_t bit for bit. graft.py computes this for all families; here is what is Mamba-2's own.
+y_t is ssm_t bit for bit. graft.py computes this for all families, and ssm.py the forward around the mixers, in the place of
+transformers' blocks; here is what is Mamba-2's own.
 """
 
 from collections.abc import Callable
@@ -53,9 +55,9 @@ except ImportError:
 
 
 class SSDMixer(GraftMixer):
-    """A mixin before a mixer of transformers of the kind of Mamba2Mixer."""
+    """A mixin before a mixer of transformers of the kind of Mamba2Mixer: its methods go before those of the stock class."""
 
-    gate_first = True  # whether in_proj has the gate before what the convolution takes
+    gate_first = True  # whether in_proj has the gate first; a class whose in_proj has not has a `project` of its own, too
 
     def project(
         self: Any, hidden: Tensor, cache: Cache | None = None, mask: Tensor | None = None, packing: Packing | None = None
@@ -65,7 +67,7 @@ class SSDMixer(GraftMixer):
         x, B, C = self.split_heads(xBC)
         dt = time_step(dt + self.dt_bias.to(dt.dtype)).clamp(*self.time_step_limit)
         dt = dt if mask is None else dt * mask[..., None]  # padding neither writes to the state nor lets it decay
-        return Streams(x, B, C, gate, write=dt)
+        return Streams(x, k=B, q=C, gate=gate, write=dt)
 
     def read(self: Any, hidden: Tensor) -> Tensor:
         """What gate, x, B, C and dt are split from."""
@@ -82,9 +84,10 @@ class SSDMixer(GraftMixer):
         A = -torch.exp(at_least_float32(self.A_log))
         assert streams.write is not None
         x, B, C = streams.x, streams.k, streams.q
-        dt = streams.write.to(x.dtype)  # as in transformers
+        dt = streams.write.to(x.dtype)  # as transformers scans; what grafts read keeps its float32
         state: Any = None if cache is None else cache.get_recurrent_state(self.layer_idx)
         if state is not None and x.shape[1] == 1:
+            # In place: the cache holds this state.
             return ssd_step(state, x[:, 0], dt[:, 0], A, B[:, 0], C[:, 0], self.D)[:, None]
         y, state = ssd_scan(x, dt, A, B, C, self.D, state, packing=packing, chunk_size=self.chunk_size)
         if cache is not None:

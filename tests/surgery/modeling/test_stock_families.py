@@ -10,10 +10,12 @@ from transformers import AutoModel, AutoModelForCausalLM, DynamicCache
 
 from surgery.checking.check import check_laws
 from surgery.errors import UserError
+from surgery.modeling import FAMILIES as MODELING
 from surgery.models.digests import fingerprint
 from surgery.models.load import open_folder
 from surgery.records.plan import Plan
 from surgery.splicing.splice import adopt, splice, unsplice
+from tests.surgery.modeling.bases import BASES
 from tests.surgery.modeling.stock_bases import CONFIGURATIONS, make_base, make_hybrid, make_rows
 
 FAMILIES = pytest.mark.parametrize("name", CONFIGURATIONS)
@@ -31,6 +33,10 @@ def assert_same(one: Tensor, other: Tensor, bound: float = 3e-7) -> None:
     torch.testing.assert_close(
         one, other, atol=bound, rtol=bound, check_dtype=False
     )  # some logits, and generate's, are float32
+
+
+def test_every_family_is_asked_the_laws() -> None:
+    assert set(MODELING) == {*BASES, *(name.partition(",")[0] for name in CONFIGURATIONS)}
 
 
 @FAMILIES
