@@ -34,4 +34,6 @@ def rows() -> Iterator[list[str]]:
 
 if __name__ == "__main__":
     text = "\n".join(f"| {' | '.join(row)} |" for row in rows())
-    write_text(HERE / "README.md", re.sub(r"(?ms)^\| base.*?\n\n", lambda _: f"{text}\n\n", read_text(HERE / "README.md")))
+    write_text(
+        HERE / "README.md", re.sub(r"(?ms)^\| base.*?\n\n", lambda _: f"{text}\n\n", read_text(HERE / "README.md"), count=1)
+    )

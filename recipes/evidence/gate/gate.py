@@ -3,7 +3,7 @@
     python recipes/evidence/gate/gate.py              all bases, about 20 minutes of one core
     python recipes/evidence/gate/gate.py tiny-skills  one of them
 
-Writes gate.json (one entry a base and seed; finished ones are kept) and gate.png beside this file.
+Writes gate.json (one entry a base and seed; finished ones are kept), gate.png, and the first tables of README.md.
 """
 
 import json
@@ -12,6 +12,7 @@ from pathlib import Path
 
 import surgery
 from surgery.records.recipe import Examples
+from surgery.records.site import Site
 from surgery.runtime.files import write_text
 
 HERE, ROOT = Path(__file__).parent, Path(__file__).parents[3]
@@ -29,6 +30,8 @@ GATES = {  # name -> gate, share of text, closed below
     "null key, share 0.001, g 1": (1.0, 0.001, 0.02),
 }
 SEEDS = (3,)
+HEAD = "| gate | 64 pairs | unseen keys | multiple choice | facts | KL on text | tokens on which it acts |"
+BEGIN, END = "<!-- filled by gate.py -->", "<!-- to here -->"
 TUNE = surgery.Tune(
     steps=50, learning_rate=2e-3, batch_size=8, kl_weight=4.0, examples=(Examples(options={"pairs": (16, 64)}),)
 )
@@ -52,6 +55,31 @@ def measure(name: str, seed: int) -> dict:
         surgery.tune(models[gate], tokenizer, TUNE, seed=seed, name=gate)
     report = surgery.bench(models, tokenizer, BENCH, seed=seed, main="null key, share 0.01, g 1", base_name=name)
     return {"base": name, "seed": seed, "sites": [str(site) for site in plan.sites], "report": report.model_dump(mode="json")}
+
+
+def heads_of(entry: dict) -> str:
+    """Where a base was grafted, in short."""
+    return ", ".join(Site.parse(site).name for site in entry["sites"])
+
+
+def tables(entries: list[dict]) -> str:
+    """A table a base: accuracies, the divergence on text, and the share of its tokens on which the gate acts."""
+    fitted = json.loads((HERE / "skills.json").read_text())["bases"] if (HERE / "skills.json").exists() else {}
+    columns, lines = ("kv.64", "kv_unseen.64", "multiple_choice", "knowledge"), []
+    for entry in entries:
+        models, ways = entry["report"]["models"], fitted.get(entry["base"], {})
+        rows = {"base": (models["base"]["results"], None)}
+        rows |= {gate: (models[gate]["results"], models[gate]["on_text"]) for gate in GATES}
+        for way in (", untrained", ""):
+            if f"fitted{way}" in ways:
+                rows[f"reads the query, g 1{way}"] = (ways[f"fitted{way}"],) * 2
+        lines += ["", f"`{entry['base']}`, {heads_of(entry)}", "", HEAD, "|---" * 7 + "|"]
+        for gate, (results, text) in rows.items():
+            on_text = text.get("on_text", text) if text else None
+            shown = " | ".join(f"{results[column]['mean']:.3f}" for column in columns)
+            acts = f"{on_text['kl']['mean']:.2g} | {on_text['acts']['mean']:.3f}" if on_text else "|"
+            lines.append(f"| {gate} | {shown} | {acts} |")
+    return "\n".join(lines)
 
 
 def draw(entries: list[dict]) -> None:
@@ -79,7 +107,7 @@ def draw(entries: list[dict]) -> None:
             base = models["base"]["results"][what]["mean"]
             axes.axhline(base, color="#6b7280", linestyle="--", linewidth=1, label="base")
             axes.set(xscale="log", xlim=(least / 2, 1), ylim=(-0.02, 1.05))
-        column[0].set_title(f"{entry['base']}, {', '.join(entry['sites'])}", fontsize=10)
+        column[0].set_title(f"{entry['base']}\n{heads_of(entry)}", fontsize=10)
         column[1].set_xlabel(f"KL from the base on text, nats a token\n(less is drawn at {least:g})", fontsize=8)
     panels[0][0].set_ylabel("accuracy, 64 pairs")
     panels[1][0].set_ylabel("accuracy, multiple choice")
@@ -98,7 +126,11 @@ def main(*names: str) -> None:
             if (name, seed) not in done:
                 entries.append(measure(name, seed))
                 write_text(record, json.dumps(entries, indent=1) + "\n")
+    entries.sort(key=lambda entry: (list(BASES).index(entry["base"]), entry["seed"]))
     draw(entries)
+    page = HERE / "README.md"
+    before, _, rest = page.read_text().partition(BEGIN)
+    write_text(page, f"{before}{BEGIN}\n{tables(entries)}\n\n{rest[rest.index(END) :]}")
 
 
 if __name__ == "__main__":

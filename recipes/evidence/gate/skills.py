@@ -1,6 +1,7 @@
 """What tells a match that the base needs for itself, in multiple choice, from one that the user wants, in a dictionary?
 
-    python recipes/evidence/gate/skills.py
+    python recipes/evidence/gate/skills.py                    tiny-skills and tiny-letters, about 20 minutes of one core
+    python recipes/evidence/gate/skills.py tiny-options ...   other bases, of checkpoints/ or runs/circuit/: 4 minutes each
 
 At the last token of training questions of both kinds, of a base without grafts: how well the log-sum-exp of a located head's
 scores tells them apart (a constant null key can do no better), and how well a linear function of the query does, fitted on
@@ -11,10 +12,12 @@ other questions. Then grafts with g = 1 and a null key whose logit is b + w . q 
   dictionaries, and closed on text and on training questions of the other skills; before tuning, and tuned without the
   divergence on skills.
 
-gate.json has the same heads and questions with a constant null key. Finished cells of skills.json are kept.
+gate.json has the same heads and questions with a constant null key. Of other bases, a constant null key and the fitted one are
+measured, both tuned. Finished cells of skills.json are kept. Fills the last table of README.md.
 """
 
 import json
+import sys
 from pathlib import Path
 
 import torch
@@ -39,7 +42,10 @@ WAYS = {  # name -> weight of the KL divergence on skills, how the null key read
     "query and skill KL": (1.0, "zero", True),
     "fitted, untrained": (0.0, "fitted", False),
     "fitted": (0.0, "fitted", True),
+    "constant": (0.0, None, True),
 }
+MAIN, OTHER = ("tiny-skills", "tiny-letters"), ("base", "constant", "fitted")  # what is measured of all bases but these two
+BEGIN = "<!-- filled by skills.py -->"
 KINDS = {"dictionary": ("kv", {"pairs": 64, "keys": "seen"}), "multiple choice": ("choice", {"part": "tune"})}
 ASKED = {
     "kv.64": ("kv", {"pairs": 64, "keys": "seen"}),
@@ -92,8 +98,8 @@ def overlap(base, tokenizer, plan, seed: int) -> dict:
 
 def measure(base, tokenizer, plan, way: str, seed: int) -> dict:
     """One way: accuracy of every measurement with its interval."""
-    skill_weight, start, is_tuned = WAYS[way]
-    hybrid = surgery.splice(base, plan)
+    skill_weight, start, is_tuned = WAYS.get(way, (0.0, None, False))
+    hybrid = surgery.splice(base, plan) if way != "base" else adopt(base)
     for graft in (hybrid.mixer_at(site.layer).graft for site in plan.sites if start == "zero"):
         read_query(graft)
     if is_tuned:
@@ -107,17 +113,30 @@ def measure(base, tokenizer, plan, way: str, seed: int) -> dict:
     return found | {"on_text": measure_on_text(adopt(base).eval(), hybrid.eval(), rows, owner, 16).model_dump()}
 
 
-def main() -> None:
+def table(bases: dict) -> str:
+    """Every base with its constant and its fitted null key."""
+    columns = ("kv.64", "kv_unseen.64", "multiple_choice", "knowledge")
+    lines = ["| base | null key | 64 pairs | new keys | multiple choice | facts | KL on text |", "|---" * 7 + "|"]
+    for name, cells in bases.items():
+        for way in OTHER:
+            if way in cells:
+                shown = " | ".join(f"{cells[way][column]['mean']:.3f}" for column in columns)
+                lines.append(f"| {name} | {way} | {shown} | {cells[way]['on_text']['kl']['mean']:.1e} |")
+    return "\n".join(lines)
+
+
+def main(*names: str) -> None:
     seed = SEEDS[0]
     cells = {"version": installed_version("mamba-surgery"), "seed": seed, "bases": {}}
     cells = json.loads(RECORD.read_text()) if RECORD.exists() else cells
-    for name in ("tiny-skills", "tiny-letters"):
-        base, tokenizer = surgery.load(str(ROOT / "checkpoints" / name))
+    for name in names or MAIN:
+        folder = next(each / name for each in (ROOT / "checkpoints", ROOT / "runs" / "circuit") if (each / name).is_dir())
+        base, tokenizer = surgery.load(str(folder))
         kept = cells["bases"].setdefault(name, {})
-        pairs, units = BASES[name]
+        pairs, units = BASES.get(name, (32, 2))
         probe = make_probe("kv", tokenizer, pairs=pairs, keys="seen")
         ranking = None
-        for way in ("overlap", *WAYS):
+        for way in (*OTHER, *(("overlap", *WAYS) if name in MAIN else ())):
             if way in kept:
                 continue
             options = surgery.Locate(roles=0, options={"pairs": pairs})
@@ -128,7 +147,10 @@ def main() -> None:
             given = base, tokenizer, plan
             kept[way] = overlap(*given, seed) if way == "overlap" else measure(*given, way, seed)
             write_text(RECORD, json.dumps(cells, indent=1) + "\n")
+    page = RECORD.with_name("README.md")
+    before, _, rest = page.read_text().partition(BEGIN)
+    write_text(page, f"{before}{BEGIN}\n\n{table(cells['bases'])}\n{rest[rest.index(chr(10) * 2 + '#') :]}")
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -34,7 +34,11 @@ sys.path.insert(0, str(HERE.parent / "gate"))
 from gate import BASES, TUNE  # noqa: E402
 
 BASE, SEED, PAIRS, QUESTIONS, TOKENS, TIMES = "tiny-skills", 3, 64, 200, 16 * 1536, (1, 2, 4, 8)
-GATES = {"scalar gate, g 0.5": (0.5, None), "null key, g 0.5": (0.5, 0.01)}  # g, share
+GATES = {  # g, share, whether the null key reads the query (plan.keep_skills)
+    "scalar gate, g 0.5": (0.5, None, False),
+    "null key, g 0.5": (0.5, 0.01, False),
+    "reads the query, g 1": (1.0, 0.01, True),
+}
 
 
 def with_text(question: Question, tokenizer: Any, tokens: int, rng: random.Random) -> Question:
@@ -79,7 +83,7 @@ def draw(models: dict[str, Any]) -> None:
     import matplotlib.pyplot as plt
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 3.8), layout="constrained")
-    colours = ["#6b7280", "#d55e00", "#0072b2"]
+    colours = ["#6b7280", "#d55e00", "#0072b2", "#009e73"]
     for (name, found), colour in zip(models.items(), colours, strict=True):
         for axes, what, pick in ((left, "dictionaries", lambda each: each), (right, "text", lambda each: each["kl"])):
             lengths = [int(length) for length in found[what]]
@@ -112,8 +116,12 @@ def main() -> None:
             probe = make_probe("kv", tokenizer, pairs=pairs, keys="seen")
             options = surgery.Locate(roles=0, options={"pairs": pairs})
             ranking = ranking or surgery.locate(base, tokenizer, probe.questions(128, SEED), options)
-            g, share = GATES[name]
-            plan = surgery.choose(base, tokenizer, ranking, surgery.PlanOptions(heads=units, gate=g, share=share), seed=SEED)
+            g, share, keep = GATES[name]
+            options, unseen = (
+                surgery.PlanOptions(heads=units, gate=g, share=share, keep_skills=keep),
+                probe.questions(128, SEED + 10_007),
+            )
+            plan = surgery.choose(base, tokenizer, ranking, options, seed=SEED, questions=unseen if keep else ())
             model = surgery.splice(base, plan)
             surgery.tune(model, tokenizer, TUNE, seed=SEED, name=name)
         record["models"][name] = measure(adopted, model.eval(), tokenizer)
