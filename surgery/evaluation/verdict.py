@@ -181,7 +181,7 @@ def _advise(
     if answer == "no" and not gains:
         said.append("Try more heads (plan.heads), more steps (tune.max_steps), or hints and adapters (tune.hints, tune.lora).")
     if answer == "mixed":
-        said.append("Let the grafts act on less text (plan.share), or hold the other skills while tuning (tune.skill_weight).")
+        said.append("Let null keys read the query (plan.keep_skills=true), or let the grafts act on less text (plan.share).")
     if answer == "yes":
         said.append(
             "Most of it is still missing. Try more heads (plan.heads), more steps (tune.max_steps), or adapters, which change "
