@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from surgery.errors import UserError
+from surgery.locating.locate import CHOSEN
+from surgery.locating.roles import OTHERS, PLACES
 from surgery.look import Look, cache_folder
 from surgery.records.recipe import TOY, Recipe, apply_settings, make_recipe
 from surgery.records.report import Report
@@ -121,10 +123,13 @@ def estimate(recipe: Recipe, seen: Look) -> Estimate:
         control in ("tuned", "same_layer", "random_site", "adapters", "whole_layer") for control in bench.controls
     )
     step = BACKWARD * tune.batch_size * example + (BACKWARD + 1) * tune.text_batch_size * tune.text_tokens
-    located = recipe.locate.examples * TOKENS_PER_PAIR * max(_numbers(recipe.locate.options.get("pairs"), 32))
+    question, locating = TOKENS_PER_PAIR * max(_numbers(recipe.locate.options.get("pairs"), 32)), recipe.locate
+    # Units by places; what is ablated in a layer runs from there on. 15: what is ablated to describe the circuit.
+    units = len(PLACES) * locating.roles + 1.5 * min(OTHERS, len(seen.editable) * seen.heads) + 4 * seen.layers + 15
+    ablated = 0.7 * units * min(CHOSEN, locating.examples) if locating.roles else 0
     asked = bench.limit * TOKENS_PER_PAIR * (sum(bench.pairs) + bench.pairs[-1]) + bench.windows * bench.window
     tokens = {
-        "locate": located * (BACKWARD + 5 * recipe.locate.roles // 4),
+        "locate": question * (BACKWARD * locating.examples + ablated),
         "tune": steps * step * trained,
         "bench": asked * (2 + trained),
         "export": 0,

@@ -193,6 +193,9 @@ def test_a_recipe_is_chosen_that_settings_change(seen, tmp_path, monkeypatch):
     parts = [Path(name).read_text() for name in (*with_text.data.train_text, with_text.data.held_out_text)]
     assert "".join(parts) == text.read_text()
     assert automatic.estimate(with_text, seen).memory > seen.parameters * 4
+    recipes = [automatic.choose_recipe(seen, BASE, text, [f"locate.roles={n}"]) for n in (0, 8)]
+    without, roles = (automatic.estimate(recipe, seen).seconds["locate"] for recipe in recipes)
+    assert 8 < roles / without < 25  # 12.6 by processor time, on tiny-skills
 
 
 def test_resume_goes_on_with_the_recipe_that_was_chosen(seen, tmp_path, monkeypatch):
