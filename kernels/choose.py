@@ -16,11 +16,11 @@ import re
 import sys
 import warnings
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec, module_from_spec
+from threading import Thread
 from typing import Any, ClassVar
 
 import torch
@@ -151,9 +151,19 @@ class Operation:
         if key not in self.refused:
             self.refused[key] = None
             # In a thread of its own none of the caller's modes is on: autocast, inference_mode, a default device, fake tensors.
-            with ThreadPoolExecutor(1) as thread:
-                failure = thread.submit(self._compare, backend, args, key[-1]).exception()
-            if failure is not None:  # whatever a foreign package throws is the reason why it does not serve
+            # A daemon: a trial that hangs, or compiles for minutes, ends with the program.
+            failures: list[BaseException] = []
+
+            def attempt() -> None:
+                try:
+                    self._compare(backend, args, key[-1])
+                except BaseException as failure:  # whatever a foreign package throws is the reason why it does not serve
+                    failures.append(failure)
+
+            thread = Thread(target=attempt, daemon=True)
+            thread.start()
+            thread.join()
+            for failure in failures:
                 self._refuse(backend, key, failure)
         return self.refused[key]
 

@@ -70,21 +70,21 @@ def run(
         print_ = fingerprint(base)
         words = settings_digest(tokenizer.get_vocab())
         known = [print_, words, {str(path): file_digest(path) for path in recipe.data_files()}, recipe.seed]
-        check_recipe(base, tokenizer, recipe)
-        if is_main():
-            output.write("recipe.yaml", recipe_text(recipe))
         located = [*known, recipe.locate.model_dump(), recipe.plan.kind, recipe.plan.share, recipe.data.model_dump()]
-        ranking = once(output, "ranking.json", located, Ranking, partial(locate_heads, base, tokenizer, recipe, print_))
-        say(f"locate: {ranking.circuit.sentence if ranking.circuit else f'{ranking.heads[0].site} leads'}")
         planned = [*located, recipe.plan.model_dump(), recipe.tune.text_tokens]
-        plan = once(output, "plan.json", planned, Plan, partial(choose_plan, base, tokenizer, ranking, recipe, print_))
-        say(f"plan: attention at {', '.join(map(str, plan.sites))}")
         tuned = [*planned, recipe.tune.model_dump()]
         tasks = recipe.bench.include_path
-        finished = [*tuned, recipe.bench.model_dump(), tasks and file_digest(tasks)]
+        finished = [*tuned, recipe.bench.model_dump(), file_digest(tasks) if tasks and Path(tasks).is_dir() else None]
         if on_main(output.is_made)("report.json", finished):
             say(f"{out} is finished; nothing has changed")
             return Report.read(Path(out) / "report.json")
+        check_recipe(base, tokenizer, recipe)
+        if is_main():
+            output.write("recipe.yaml", recipe_text(recipe))
+        ranking = once(output, "ranking.json", located, Ranking, partial(locate_heads, base, tokenizer, recipe, print_))
+        say(f"locate: {ranking.circuit.sentence if ranking.circuit else f'{ranking.heads[0].site} leads'}")
+        plan = once(output, "plan.json", planned, Plan, partial(choose_plan, base, tokenizer, ranking, recipe, print_))
+        say(f"plan: attention at {', '.join(map(str, plan.sites))}")
         models, trained = make_models(base, tokenizer, ranking, plan, recipe)
         for name in trained:
             _tune(models, name, tokenizer, recipe, output, tuned)

@@ -2,6 +2,7 @@
 
 import logging
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,8 @@ def harness_measurements(given: Given) -> list[Measurement]:
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     names, folder = given.options.tasks, given.options.include_path
+    if folder is not None and not Path(folder).is_dir():
+        raise UserError(f"bench.include_path is {folder}, and there is no such folder")
     manager = TaskManager(include_path=folder, include_defaults=False) if folder is not None else None
     if manager is None or set(names) - set(manager.all_tasks):  # reading the list of its own tasks takes a minute
         manager = TaskManager(include_path=folder)

@@ -41,8 +41,10 @@ class Unit:
 
 
 def convolutions(anatomy: Anatomy) -> list[Unit]:
-    """The convolutions that can be ablated, by layer: those of mixers of ours that have more taps than one."""
-    return [Unit(place) for place in anatomy.ssms if isinstance(place.module, GraftMixer) and _convs(place.module)]
+    """The convolutions that can be ablated, by layer: those of mixers of ours that have more taps than one, and whose weights
+    are there; accelerate fetches what it has offloaded within the forward."""
+    own = [(Unit(place), _convs(place.module)) for place in anatomy.ssms if isinstance(place.module, GraftMixer)]
+    return [unit for unit, convs in own if convs and not any(conv.weight.is_meta for conv in convs)]
 
 
 @contextmanager
@@ -75,7 +77,7 @@ def _tap_zeros(place: MixerPlace, edits: list[tuple[Unit, Tensor]]) -> Iterator[
         y = y.clone()
         for unit, mask in edits:
             at = [head - place.first for head in unit.heads]
-            y[:, :, at] = y[:, :, at].masked_fill(mask[:, :, None, None], 0)
+            y[:, :, at] = y[:, :, at].masked_fill(mask.to(y.device)[:, :, None, None], 0)
         return y
 
     def keep(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -95,7 +97,7 @@ def _zero_columns(place: MixerPlace, edits: list[tuple[Unit, Tensor]], given: tu
     for unit, mask in edits:
         for head in unit.heads:
             part = columns[..., place.columns(head)]
-            part.masked_fill_(mask.reshape(*part.shape[:-1], 1), 0)
+            part.masked_fill_(mask.to(part.device).reshape(*part.shape[:-1], 1), 0)
     return (columns, *given[1:])
 
 
@@ -110,7 +112,7 @@ def _without_taps(mixer: Any, hidden: Tensor, streams: Streams, mask: Tensor) ->
     finally:
         for conv, weight in zip(convs, own, strict=True):
             conv.weight.data = weight
-    merged: dict[str, Any] = {}
+    merged, mask = dict[str, Any](), mask.to(hidden.device)
     for field in dataclasses.fields(streams):
         one, other = getattr(alone, field.name), getattr(streams, field.name)
         merged[field.name] = (

@@ -53,7 +53,9 @@ class QueryReplay:
         self.model, self.encoded = model, encoded
         self.ids, self.begin = encoded.padded(next(model.parameters()).device), int(encoded.query[0])
         read = model(input_ids=self.ids[:, : self.begin], use_cache=True, logits_to_keep=1)
-        self.name = next(name for name in ("cache_params", "past_key_values") if read.get(name) is not None)
+        self.name = next((name for name in ("cache_params", "past_key_values") if read.get(name) is not None), "")
+        if not self.name:
+            raise ValueError("the model returns no cache")
         self.cache = read[self.name]
         self.loss = self.losses()
 

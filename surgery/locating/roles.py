@@ -42,6 +42,7 @@ COST = 0.1  # nats a question: what costs less means little, though it can be be
 HALF = 0.5  # of a cost: what has to pass through aggregate units; what a group's members must not explain
 OF_LAYER = 16  # units of a needed layer that are measured, beside those that lead
 OTHERS = 48  # such units of all layers, those of the layers that are needed most
+DEEP, SCOUTED = 8, 4  # in a model of more layers, one question of so many tells first which units may be needed
 PAIRED = 4  # members of a layer whose pairs are tried
 NAMED = 4  # units of either role that a sentence names
 EDGES = 3  # units of either role between which edges are measured
@@ -167,15 +168,26 @@ def find_roles(
     lead = [Costs((unit,), unit.name) for unit in leading]
     layers = whole_layers(ablator)
     convs = [Costs((unit,), unit.name, ("gather",)) for unit in convolutions(ablator.anatomy)]
+    scout = Ablator(model, encoded, chosen[::SCOUTED], batch_size) if len(layers) > DEEP else None
+
+    def worth(costs: Sequence[Costs], places: Sequence[str]) -> list[Costs]:
+        """Those that may be needed at the places, by a few of the questions; all, where the model is not deep."""
+        if scout is None:
+            return list(costs)
+        few = [Costs(each.units, each.name) for each in costs]
+        scout.at_places(few, places)
+        return [each for each, found in zip(costs, few, strict=True) if found.mean(*places) >= COST / 2]
+
     ablator.at_query([*lead, *layers])
-    ablator.at_places([*layers, *convs], ENDS)
+    ablator.at_places(worth([*layers, *convs], ENDS), ENDS)
     rest: list[Costs] = []
     for layer in sorted(layers, key=lambda layer: -layer.mean("query", *ENDS)):
         mine = [Costs((unit,), unit.name) for unit in others if unit.place == layer.units[0].place]
         mine = mine[: min(OF_LAYER, OTHERS - len(rest))]
         if layer.mean("query") >= COST:
             ablator.at_query(mine)
-        ablator.at_places(mine, [place for place in ENDS if layer.mean(place) >= COST])
+        if ends := [place for place in ENDS if layer.mean(place) >= COST]:
+            ablator.at_places(worth(mine, ends), ends)
         rest += mine if layer.mean("query", *ENDS) >= COST else []
     ablator.at_places(lead)
     tested = [*lead, *rest, *convs, *layers]

@@ -27,7 +27,8 @@ class FalconMambaHybridModel(HybridBackbone, FalconMambaModel):
     """The backbone: all mixers are ours."""
 
     config_class = FalconMambaHybridConfig
-    mixer_class = partial(FalconMambaHybridMixer, initialize_mixer_weights=False)
+    # static: from Python 3.14 on a partial in a class is a method of it
+    mixer_class = staticmethod(partial(FalconMambaHybridMixer, initialize_mixer_weights=False))
 
 
 class FalconMambaHybridForCausalLM(SSMLanguageModel, FalconMambaForCausalLM):

@@ -34,6 +34,7 @@ NOT_FETCHED = ["consolidated*", "original/*"]
 READ = (".json", ".safetensors", ".bin", ".model", ".txt", ".jinja")
 OF_TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")  # others are code of the Hub
+LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_blocks")  # as configurations name their number
 MOST_LAYERS = 4096  # each is made before its weights are looked for
 # Processor flags, by dtype, of instructions that compute in it.
 NATIVE = {
@@ -204,9 +205,8 @@ def read_config(folder: Path, trust_remote_code: bool = False) -> Any:
     """The configuration of a folder of transformers'. Raises UserError for what is no model's, for a type that transformers
     does not know, and for grafts that went with version 0.30."""
     path, content = folder / "config.json", read_content(folder)
-    held = content.get("text_config")
-    for name in ("num_hidden_layers", "n_layer"):  # lists as long are made already of a configuration
-        count = (held if isinstance(held, dict) else content).get(name)
+    parts = [part for part in (content, content.get("text_config")) if isinstance(part, dict)]
+    for count in (part.get(name) for part in parts for name in LAYERS):  # lists as long are made already of a configuration
         if isinstance(count, int | float) and count > MOST_LAYERS:
             raise UserError(f"{path}: a model of {count:,} layers; at most {MOST_LAYERS:,} are made")
     if original.is_original(content):

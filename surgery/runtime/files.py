@@ -64,10 +64,11 @@ def _umask() -> int:
 
 
 def file_digest(path: str | Path) -> str:
-    """sha256 of a file, or of a folder: of the names and digests of all files in it."""
+    """sha256 of a file, or of a folder: of the names and digests of all files in it but compiled Python."""
     path = Path(path)
     if path.is_dir():
-        listing = [f"{file.relative_to(path)} {file_digest(file)}" for file in sorted(path.rglob("*")) if file.is_file()]
+        files = (file for file in sorted(path.rglob("*")) if file.is_file() and "__pycache__" not in file.parts)
+        listing = [f"{file.relative_to(path)} {file_digest(file)}" for file in files]
         return hashlib.sha256("\n".join(listing).encode()).hexdigest()
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

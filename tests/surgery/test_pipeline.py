@@ -136,8 +136,9 @@ def test_what_a_later_stage_could_not_do_is_said_before_any_work(place, stages, 
     (place / "facts.jsonl").write_text('{"prompt": "Rome is in", "anser": " Italy"}\n')
     (place / "short.txt").write_text("Carla lives here.")
     stages.clear()
+    recipe = make_recipe(place, *(each.format(place=place) for each in shlex.split(setting)))
     with pytest.raises(UserError):
-        pipeline.run(make_recipe(place, *(each.format(place=place) for each in shlex.split(setting))), tmp_path / "out")
+        pipeline.run(recipe, tmp_path / "out")
     assert stages == []
     assert not (tmp_path / "out").exists()
 

@@ -12,6 +12,7 @@ from surgery.probes.scoring import logits_at_points
 from surgery.records.plan import Plan, Start
 from surgery.records.site import Site
 from surgery.splicing.splice import adopt, splice
+from tests.surgery.locating.planted import plant
 from tests.surgery.locating.test_attribution import ask_tokens
 from tests.surgery.modeling import bases, stock_bases
 
@@ -132,3 +133,11 @@ def test_a_model_is_left_as_it_was():
         replay.run(0)
     assert torch.equal(logits_at_points(model, encoded), before)
     assert all("forward" not in vars(block) for block in anatomy(model).blocks)
+
+
+def test_a_convolution_whose_weights_are_elsewhere_is_no_candidate():
+    places = anatomy(adopt(plant("head", 0).model))
+    for part in places.mixers[0].module.modules():
+        if isinstance(part, torch.nn.Conv1d):
+            part.weight = torch.nn.Parameter(part.weight.to("meta"))
+    assert [unit.layer for unit in convolutions(places)] == [1, 2]

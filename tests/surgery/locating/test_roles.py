@@ -69,6 +69,12 @@ def test_the_share_of_a_gather_head_passes_through_its_aggregate_head(found):
     assert aggregate in ranking.circuit.sentence
 
 
+@pytest.mark.parametrize("kind", ["head", "layers"])
+def test_few_questions_tell_first_what_a_deep_model_may_need(kind, monkeypatch):
+    monkeypatch.setattr("surgery.locating.roles.DEEP", 0)
+    check(kind, seed=1)
+
+
 def test_a_head_that_gathers_at_the_ends_of_other_records_is_found():
     # as a head of tiny-options does, from some seeds, which marks the options that are not asked for
     planted, questions = plant("head", 0), ask("head", 24, 0)

@@ -167,6 +167,8 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a kernel of the Hub": (lambda folder: edit(folder, attn_implementation="evil/kernel"), "attn_implementation"),
     "chunk size": (lambda folder: edit(folder, chunk_size=0), "chunk_size"),
     "depth": (lambda folder: edit(folder, num_hidden_layers=10**9), "layers"),
+    "depth beside an empty part": (lambda folder: edit(folder, num_hidden_layers=10**9, text_config={}), "layers"),
+    "depth by another name": (lambda folder: edit(folder, model_type="mpt", n_layers=10**9), "layers"),
     "another size": (lambda folder: edit(folder, vocab_size=77), "embedding"),
     "adapter": (write("adapter_config.json", b"{}"), "peft"),
     "no weights": (remove("model.safetensors"), "cannot load"),
