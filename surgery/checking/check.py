@@ -121,8 +121,10 @@ def check_laws(
         for name, law in all_laws().items()
         if (name in only if only else (law.quick or not quick) and (full or not law.slow))
     ]
+    findings = list[Finding]()
     with threads_for(size):
-        findings = [law.run(subject) for law in chosen]
+        for law in chosen:
+            findings.append(law.run(subject))
     findings.sort(key=lambda finding: (ORDER.index(finding.verdict), -finding.difference))
     return tuple(findings), str(subject.dtype).removeprefix("torch.")
 
