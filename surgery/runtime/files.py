@@ -67,8 +67,8 @@ def file_digest(path: str | Path) -> str:
     """sha256 of a file, or of a folder: of the names and digests of all files in it but compiled Python."""
     path = Path(path)
     if path.is_dir():
-        files = (file for file in sorted(path.rglob("*")) if file.is_file() and "__pycache__" not in file.parts)
-        listing = [f"{file.relative_to(path)} {file_digest(file)}" for file in files]
+        names = (file.relative_to(path) for file in sorted(path.rglob("*")) if file.is_file())
+        listing = [f"{name} {file_digest(path / name)}" for name in names if "__pycache__" not in name.parts]
         return hashlib.sha256("\n".join(listing).encode()).hexdigest()
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

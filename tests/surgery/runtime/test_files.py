@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from surgery.errors import UserError
-from surgery.runtime.files import LOCK, MANIFEST, check_output_file, open_output, read_text, write_text
+from surgery.runtime.files import LOCK, MANIFEST, check_output_file, file_digest, open_output, read_text, write_text
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -249,3 +249,14 @@ def test_what_cannot_be_read_is_one_line(tmp_path, make):
     make(tmp_path / "x")
     with pytest.raises(UserError, match="x"):
         read_text(tmp_path / "x")
+
+
+def test_the_digest_of_a_folder_leaves_out_compiled_python_and_nothing_else(tmp_path):
+    folder = tmp_path / "__pycache__" / "tasks"
+    (folder / "__pycache__").mkdir(parents=True)
+    (folder / "mine.yaml").write_text("task: mine")
+    before = file_digest(folder)
+    (folder / "__pycache__" / "utils.pyc").write_bytes(b"0")
+    assert file_digest(folder) == before
+    (folder / "mine.yaml").write_text("task: yours")
+    assert file_digest(folder) != before
