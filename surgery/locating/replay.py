@@ -52,6 +52,7 @@ class QueryReplay:
     def __init__(self, model: Any, encoded: Encoded):
         self.model, self.encoded = model, encoded
         self.ids, self.begin = encoded.padded(next(model.parameters()).device), int(encoded.query[0])
+        self.mask = torch.ones_like(self.ids[:, self.begin :], dtype=torch.bool)  # of all that runs again
         read = model(input_ids=self.ids[:, : self.begin], use_cache=True, logits_to_keep=1)
         self.name = next((name for name in ("cache_params", "past_key_values") if read.get(name) is not None), "")
         if not self.name:

@@ -109,9 +109,8 @@ class Ablator:
         try:
             for at, batch in self.encoded.batches(self.batch_size, one_length=True) if cached else ():
                 replay = QueryReplay(self.model, batch)
-                mask = torch.ones_like(replay.ids[:, replay.begin :], dtype=torch.bool)
                 for each in bar(cached, f"roles: the query, {len(at)} of {len(self.encoded)} questions"):
-                    with ablated([(unit, mask) for unit in each.units]):
+                    with ablated([(unit, replay.mask) for unit in each.units]):
                         costs_at = each.at.setdefault("query", np.zeros(len(self.encoded)))
                         costs_at[at] = replay.losses() - replay.loss
         except ValueError:
@@ -127,12 +126,11 @@ class Ablator:
             replays = [QueryReplay(self.model, batch) for _, batch in batches]
         except ValueError:
             return lambda costs: min(float(self.run(*((each, "query") for each in costs))[0].mean()), self.guess)
-        masks = [torch.ones_like(replay.ids[:, replay.begin :], dtype=torch.bool) for replay in replays]
 
         def cost(costs: Sequence[Costs]) -> float:
             rises = []
-            for replay, mask in zip(replays, masks, strict=True):
-                with ablated([(unit, mask) for each in costs for unit in each.units]):
+            for replay in replays:
+                with ablated([(unit, replay.mask) for each in costs for unit in each.units]):
                     rises.append(replay.losses() - replay.loss)
             return min(torch.cat(rises).mean().item(), self.guess)
 
