@@ -35,13 +35,23 @@ def _several(value: Any) -> Any:
     return (value,) if isinstance(value, int | float) and not isinstance(value, bool) else value
 
 
+def _number(value: Any) -> Any:
+    """Whatever pydantic takes for a number, but true and false."""
+    if isinstance(value, bool):
+        raise ValueError(f"{str(value).lower()} is no number")
+    return value
+
+
+Number = Annotated[float, BeforeValidator(_number)]
+Tracker = Literal["aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb"]
 Count = Annotated[int, Field(ge=1, le=10**9, strict=True)]
 Rows = Annotated[int, Field(ge=1, le=2**20, strict=True)]
 Tokens = Annotated[int, Field(ge=2, le=2**24, strict=True)]
-Weight = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
-Share = Annotated[float, Field(ge=0, le=1)]
+Weight = Annotated[Number, Field(ge=0, le=1e6)]
+Share = Annotated[Number, Field(ge=0, le=1)]
 Counts = Annotated[tuple[Count, ...], BeforeValidator(_several)]
 Names = Annotated[tuple[str, ...], BeforeValidator(_several)]
+OFF = (False, "no", "off", "none")
 AUTO: Any = Field(union_mode="left_to_right")
 
 
@@ -51,9 +61,9 @@ def check_probe(name: str) -> str:
     return name
 
 
-def _check_known(name: str, kind: str, known: dict[str, str]) -> None:
+def _check_known(name: str, kind: str, known: dict[str, str], key: str = "") -> None:
     if known and name not in known:
-        raise ValueError(f"there is no {kind} '{name}'{did_you_mean(name, known)}; `surgery list {kind}s` has them")
+        raise ValueError(f"{key}there is no {kind} '{name}'{did_you_mean(name, known)}; `surgery list {kind}s` has them")
 
 
 class Locate(Record):
@@ -65,7 +75,7 @@ class Locate(Record):
     """The probe's options. For kv: 32 pairs."""
     examples: Annotated[int, Field(ge=2, le=10**6, strict=True)] = 256
     """Questions that the model answers."""
-    exact: Share = 0.0
+    exact: Annotated[float, Field(ge=0, le=1)] = 0.0
     """The share of all heads, the leading ones by attribution, whose gain is measured by splicing each in turn. 1: all."""
     roles: Annotated[int, Field(ge=0, le=10**6, strict=True)] = 8
     """How many leading heads are ablated by position in the text, which tells gather heads from aggregate heads."""
@@ -91,19 +101,19 @@ class PlanOptions(Record):
     """These sites instead of the leading ones, e.g. L1.H3,5;L2.H0."""
     gate: Share = 0.5
     """g, the share of attention where a graft is open, at the start; it is trained. For kind head."""
-    share: Annotated[float, Field(gt=0, lt=1)] | None = 0.01
+    share: Annotated[Number, Field(gt=0, lt=1)] | None = 0.01
     """The share of plain text on which a graft may act: its null key is set so that this is the mean open share on
     data.train_text. null: no null key; attention acts at every token, as up to version 0.30. For kind head."""
     keep_skills: bool = False
     """Null keys read the query: they are fitted to be open at the answers that locate.probe asks for, and closed on text and on
     questions about the other skills (data.skills). For kind head."""
-    closed_below: Annotated[float, Field(ge=0, lt=1)] = 0.02
+    closed_below: Annotated[Number, Field(ge=0, lt=1)] = 0.02
     """In inference a graft whose open share is below this value leaves its head exactly as the base has it. For kind head."""
     width: Annotated[int, Field(ge=1, le=2**14, strict=True)] | None = None
     """Width of queries and keys; by default the state size, and at least 32; for kind layer, of a head."""
     donor: str | None = None
     """A Transformer whose attention weights a layer graft starts from: a folder or a Hub id. For kind layer."""
-    donor_layers: dict[str, int] = {}
+    donor_layers: dict[str, Annotated[int, Field(ge=0, strict=True)]] = {}
     """Layer of the model -> number of the donor's layer, e.g. {L3: 7}; the same number where a layer is not named."""
 
     @model_validator(mode="after")
@@ -140,7 +150,7 @@ class Data(Record):
     @model_validator(mode="after")
     def _check(self) -> Self:
         for skill in () if self.skills == "auto" else self.skills:
-            check_probe(skill)
+            _check_known(skill, "probe", list_modules("probes", "PROBE"), "skills: ")
         return self
 
 
@@ -153,7 +163,7 @@ class Examples(Record):
     """The probe's options. An option given as [smallest, largest] is drawn anew for each batch."""
     queries: Count | None = None
     """How many questions follow one dictionary, 8 by default. For kv only; other probes ask one."""
-    weight: Annotated[float, Field(gt=0, le=1e6)] = 1.0
+    weight: Annotated[Number, Field(gt=0, le=1e6)] = 1.0
     """How often this probe is drawn, relative to the others."""
 
     @model_validator(mode="after")
@@ -171,7 +181,7 @@ class Hints(Record):
     """Shows the grafts where the answer of a training example, or a repeated bigram (tune.bigram_weight), stood before: minus
     the log of the attention on it."""
 
-    weight: Annotated[float, Field(gt=0, le=1e6)] = 0.3
+    weight: Annotated[Number, Field(gt=0, le=1e6)] = 0.3
     """Weight of the hints in the loss."""
 
 
@@ -182,9 +192,9 @@ class Lora(Record):
     """Names of modules within the blocks, or how they end (in_proj, out_proj)."""
     r: Annotated[int, Field(ge=1, le=2**14, strict=True)] = 8
     """The rank."""
-    lora_alpha: Annotated[float, Field(gt=0, le=1e6)] = 16.0
+    lora_alpha: Annotated[Number, Field(gt=0, le=1e6)] = 16.0
     """Adapters are scaled by lora_alpha / r."""
-    lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    lora_dropout: Annotated[Number, Field(ge=0, lt=1)] = 0.0
     """Dropout on an adapter's input."""
 
 
@@ -212,7 +222,7 @@ class Tune(Record):
     bigram_weight: Weight = 0.0
     """Weight of the loss on repeated rare bigrams of the text: tokens that complete a bigram seen before in their document and
     rare in data.train_text."""
-    learning_rate: Annotated[float, Field(gt=0, le=1e6)] = 3e-3
+    learning_rate: Annotated[Number, Field(gt=0, le=1e6)] = 3e-3
     """The largest learning rate; after the warm-up it falls to 0 along a cosine."""
     warmup_steps: Annotated[int, Field(ge=0, le=10**9, strict=True)] = 10
     """Steps over which the learning rate rises."""
@@ -226,12 +236,10 @@ class Tune(Record):
     """Compute activations again on the backward pass: less memory, more time, the same result."""
     gradient_accumulation_steps: Count = 1
     """Divide a batch into this many parts that go through the model one after the other: less memory, the same result."""
-    mixed_precision: Annotated[
-        Literal["bf16"] | None, BeforeValidator(lambda value: None if value in (False, "no") else value)
-    ] = None
+    mixed_precision: Annotated[Literal["bf16"] | None, BeforeValidator(lambda value: None if value in OFF else value)] = None
     """bf16: compute in bfloat16, keep what is trained in float32."""
-    report_to: Names = ()
-    """Trackers that the log also goes to, by accelerate (tensorboard, wandb, ...)."""
+    report_to: Annotated[tuple[Tracker, ...], BeforeValidator(lambda value: () if value in OFF else _several(value))] = ()
+    """Trackers that the log also goes to, by accelerate (tensorboard, wandb, ...); none or []: no tracker."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -279,9 +287,9 @@ class Bench(Record):
     @model_validator(mode="after")
     def _check(self) -> Self:
         for suite in self.suites:
-            _check_known(suite, "suite", list_table("evaluation/suites.py", "SUITES"))
+            _check_known(suite, "suite", list_table("evaluation/suites.py", "SUITES"), "suites: ")
         for control in self.controls:
-            _check_known(control, "control", list_table("evaluation/controls.py", "CONTROLS"))
+            _check_known(control, "control", list_table("evaluation/controls.py", "CONTROLS"), "controls: ")
         return self
 
 
@@ -405,6 +413,8 @@ def apply_settings(tree: dict[str, Any], settings: Sequence[str]) -> dict[str, A
         key, equals, value = setting.partition("=")
         if not equals:
             raise UserError(f"--set takes KEY=VALUE, e.g. tune.steps=300, not '{setting[:80]}'")
+        if not value.strip():
+            raise UserError(f"--set {key}: there is no value behind '='; null stands for none, [] for an empty list")
         *parents, leaf = key.strip().split(".")
         branch = tree
         for name in parents:
@@ -419,9 +429,13 @@ def apply_settings(tree: dict[str, Any], settings: Sequence[str]) -> dict[str, A
 def _complaint(error: pydantic.ValidationError) -> str:
     """What does not fit, in one line; a key that does not exist is compared with those that do, of today and of 0.30."""
     detail = error.errors()[0]
-    key = ".".join(part for part in detail["loc"] if isinstance(part, str) and re.fullmatch(r"\w+", part) and part != "int")
+    names = [part for part in detail["loc"] if isinstance(part, str) and re.fullmatch(r"\w+", part) and part != "int"]
     if detail["type"] != "extra_forbidden":
-        return f"{key}: {detail['msg'].removeprefix('Value error, ')}".removeprefix(": ")
+        message = detail["msg"].removeprefix("Value error, ").replace("a valid tuple", "a list")
+        message = re.sub(r"a valid dictionary or instance of \w+", "a section, which has keys of its own", message)
+        field, colon, rest = message.partition(": ")  # a check of a whole section names the field itself
+        return f"{'.'.join([*names, field])}{colon}{rest}" if field.isidentifier() else f"{'.'.join(names)}: {message}"
+    key = ".".join([*names[: len(detail["loc"]) - 1], str(detail["loc"][-1])])
     section, _, name = key.rpartition(".")
     if name in GONE.get(section, "").split():
         instead = f"; {INSTEAD[key]}" if key in INSTEAD else ""

@@ -1,7 +1,7 @@
 """The address of a layer, or of heads in one layer."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -82,12 +82,24 @@ def parse_sites(given: Any) -> Any:
     return tuple(sites)
 
 
+def _validator(parse: Callable[[Any], Any]) -> BeforeValidator:
+    """For pydantic, which adds the field's name to the message."""
+
+    def validate(value: Any) -> Any:
+        try:
+            return parse(value)
+        except UserError as error:
+            raise ValueError(str(error)) from error
+
+    return BeforeValidator(validate)
+
+
 SiteText = Annotated[
     Site,
-    BeforeValidator(lambda value: Site.parse(value) if isinstance(value, str) else value),
+    _validator(lambda value: Site.parse(value) if isinstance(value, str) else value),
     PlainSerializer(str, return_type=str),
 ]
 """A Site that JSON and YAML hold as its text."""
 
-SitesText = Annotated[tuple[SiteText, ...], BeforeValidator(parse_sites)]
+SitesText = Annotated[tuple[SiteText, ...], _validator(parse_sites)]
 """A list of sites, in every way in which users write one."""

@@ -1,5 +1,10 @@
-"""YAML as users write it: whatever is wrong with it is one line, and a small text stays small when it is read."""
+"""YAML as users write it: whatever is wrong with it is one line, and a small text stays small when it is read.
 
+Words are read as YAML 1.2 does: `no`, `on`, `1:30`, `010` and `2026-01-01` are texts, where version 1.1 takes them for False,
+True, 90, 8 and a date. 1e-3, without a point, is a text in 1.1 and here, which settings that are numbers take.
+"""
+
+import re
 from typing import Any
 
 import yaml
@@ -7,10 +12,21 @@ import yaml
 from surgery.errors import UserError
 
 LARGEST = 2**20  # characters of a text
+WORDS = {
+    "bool": (r"true|True|TRUE|false|False|FALSE", "tTfF"),
+    "int": (r"[-+]?(?:0|[1-9][0-9_]*|0x[0-9a-fA-F]+)", "-+0123456789"),
+    "float": (
+        r"[-+]?(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
+        "-+.0123456789",
+    ),
+    "null": (r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+}
 
 
 class _Loader(yaml.SafeLoader):
     """Refuses aliases and merge keys, by which a few lines can fill any memory, and a key that is there twice."""
+
+    yaml_implicit_resolvers: dict[str, Any] = {}
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
@@ -20,11 +36,15 @@ class _Loader(yaml.SafeLoader):
     def flatten_mapping(self, node: Any) -> None:
         taken = set()
         for key, _ in node.value:
-            if key.tag == "tag:yaml.org,2002:merge":
+            if key.value == "<<":
                 raise yaml.constructor.ConstructorError(None, None, "merge keys (<<) are not read here", key.start_mark)
             if isinstance(key, yaml.ScalarNode) and key.value in taken:
                 raise yaml.constructor.ConstructorError(None, None, f"the key '{key.value}' is there twice", key.start_mark)
             taken.add(key.value if isinstance(key, yaml.ScalarNode) else None)
+
+
+for _kind, (_pattern, _first) in WORDS.items():
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_kind}", re.compile(f"(?:{_pattern})$"), list(_first))
 
 
 def parse_yaml(text: str, what: str) -> Any:
