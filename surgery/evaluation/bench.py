@@ -31,8 +31,8 @@ from surgery.records.recipe import TOY, Bench, Data
 from surgery.records.record import installed_version, provenance
 from surgery.records.site import Site
 from surgery.runtime.files import read_text, settings_digest, write_text
-from surgery.runtime.progress import bar
-from surgery.splicing.splice import adopt
+from surgery.runtime.progress import bar, say
+from surgery.splicing.splice import adopt, changed_since_splice
 from surgery.tuning.text import open_text, text_rows
 
 COPY_ROWS = 32  # windows of training text on which a copy cache chooses its shares
@@ -71,6 +71,12 @@ def bench(
     main = main if main in others else (others or [base])[-1]
     about = main_measurement(list(asked))
     kept = Kept(folder)
+    theirs = {id(parameter) for parameter in models[base].parameters()}
+    for name, model in models.items():
+        own = {part: id(parameter) for part, parameter in model.named_parameters()}
+        if changed := [part for part in changed_since_splice(model) if own.get(part) in theirs]:
+            what = f"{len(changed)} tensors that it shares with {name} were changed since the splice ('{changed[0]}')"
+            say(f"bench: {base} is measured as it is now, not as it was loaded: {what}")
     with eval_mode(models.values()):
         prints = {name: fingerprint(model) for name, model in models.items()}
         costs = _costs(models, given)

@@ -3,7 +3,7 @@
 Base and hybrid have containers of their own (the model, its blocks, its mixers) and share leaf modules and parameters. So a
 hybrid costs the memory of its grafts; what is hung on its modules, a LoRA, leaves the base alone; quantised and offloaded
 modules come as they are; and `unsplice` gives the base back bit for bit, unless somebody wrote into the shared weights (merging
-a LoRA does).
+a LoRA does), which it then says.
 """
 
 import copy
@@ -20,12 +20,14 @@ from surgery.modeling.graft import ABSENT, NATS, ChannelGraft, is_plain
 from surgery.modeling.layer_graft import LayerGraftMixer
 from surgery.records.plan import Plan, Start
 from surgery.records.site import Site
+from surgery.runtime.progress import say
 from surgery.splicing.donor import LayerStart, fill_layer, layer_starts
 
 OWN = ("model_type", "architectures", "grafts", "auto_map")  # fields whose values differ between base and hybrid
 CHOSEN = ("_attn_implementation_internal", "_experts_implementation_internal", "_name_or_path")
 # Attributes of a quantised or offloaded model by which transformers and accelerate know how to save and move it.
 NOTES = ("hf_quantizer", "is_quantized", "quantization_method", "is_loaded_in_8bit", "is_loaded_in_4bit", "hf_device_map")
+SAMPLE = 1024  # numbers of each tensor, by which it is known again
 NARROWEST = 32  # the least width of queries and keys, unless the plan says
 
 
@@ -61,6 +63,7 @@ def splice(model: Any, plan: Plan, donor: Any = None) -> Any:
             if hybrid.mixer_at(site.layer) is None:
                 raise UserError(f"{site} cannot be grafted: it holds no SSM, which attention could replace")
         layers = layer_starts(hybrid.config.hidden_size, plan, donor)
+    hybrid.base_sample = sample(model)
     entries = [each.entry for each in layers.values()] or [describe(hybrid, site, plan) for site in plan.sites]
     for parameter in hybrid.parameters():
         parameter.requires_grad_(False)
@@ -86,7 +89,8 @@ def splice(model: Any, plan: Plan, donor: Any = None) -> Any:
 
 def unsplice(hybrid: Any) -> Any:
     """The base that a hybrid was made from, with the same modules and parameters, which learn again. Without adapters: those
-    that PEFT put into the hybrid stay there. Raises UserError for a model that is no hybrid."""
+    that PEFT put into the hybrid stay there. Says so where the base's weights were changed since. Raises UserError for a model
+    that is no hybrid."""
     family = family_of(hybrid.config)
     if family is None or not isinstance(hybrid, family.hybrid):
         raise UserError(f"a {type(hybrid).__name__} is no hybrid; unsplice takes one, without PEFT's wrapper around it")
@@ -96,10 +100,35 @@ def unsplice(hybrid: Any) -> Any:
     beneath = [{k: v for k, v in entry.items() if k != "of_base"} for entry in hybrid.config.grafts if entry.get("of_base")]
     kind = family.hybrid if beneath else family.base
     base = contain(hybrid, kind, convert(hybrid.config, kind.config_class, beneath), with_adapters=False)
+    if changed := changed_since_splice(hybrid):
+        what = f"{len(changed)} of its tensors were changed since it was spliced ('{changed[0]}')"
+        say(f"unsplice: this is not the base that was loaded: {what}; load it again")
     for parameter in base.parameters():
         if is_plain(parameter):
             parameter.requires_grad_(True)
     return base
+
+
+def sample(model: Any) -> dict[str, Tensor]:
+    """Some numbers of every parameter, also of what layer grafts have replaced, by its name without PEFT's layers; none of one
+    that is quantised or that accelerate keeps elsewhere."""
+    own = dict(model.named_parameters())
+    for name, module in model.named_modules():
+        for mixer in module.replaced if isinstance(module, LayerGraftMixer) else ():
+            own |= {f"{name}.{part}": parameter for part, parameter in mixer.named_parameters()}
+    return {
+        name.replace(".base_layer.", "."): p.detach().flatten()[:: p.numel() // SAMPLE + 1].cpu().clone()
+        for name, p in own.items()
+        if is_plain(p) and not p.is_meta
+    }
+
+
+def changed_since_splice(hybrid: Any) -> list[str]:
+    """The base's tensors in a hybrid that do not hold what they held when it was spliced, in whichever dtype: a merged LoRA has
+    changed them, or training. Nothing is known, and found, of a hybrid that was loaded."""
+    before: dict[str, Tensor] = getattr(hybrid, "base_sample", {})
+    now = sample(hybrid) if before else {}
+    return [name for name, each in before.items() if name in now and not torch.equal(each.to(now[name].dtype), now[name])]
 
 
 def describe(hybrid: Any, site: Site, plan: Plan) -> dict[str, Any]:

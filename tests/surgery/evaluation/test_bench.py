@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import AutoTokenizer, Mamba2Config, Mamba2ForCausalLM
 
 from surgery.errors import UserError
@@ -82,14 +83,16 @@ def test_a_report_reads_back(base, tokenizer, tmp_path):
     assert "/somewhere" not in report.text()
 
 
-def test_the_model_that_is_measured_is_the_one_that_is_named(base, tokenizer):
-    """A base that is changed in place, as merging a LoRA into its hybrid does, has the fingerprint of what it is now."""
-    before = fingerprint(base)
+def test_the_model_that_is_measured_is_the_one_that_is_named(base, tokenizer, tmp_path, capsys):
+    """A base that peft changed in place, by merging a LoRA into its hybrid, is named and measured as it is now."""
     hybrid = hybrid_of(base)
-    with torch.no_grad():
-        base.backbone.layers[0].mixer.in_proj.weight.add_(0.01)
-    report = bench({"base": base, "hybrid": hybrid}, tokenizer, SMALL)
-    assert report.base.fingerprint == report.provenance.fingerprint == fingerprint(base) != before
+    first = bench({"base": base, "hybrid": hybrid}, tokenizer, SMALL, folder=tmp_path)
+    assert "measured as it is now" not in capsys.readouterr().err
+    learns = get_peft_model(hybrid, LoraConfig(target_modules=["in_proj"], init_lora_weights=False))
+    second = bench({"base": base, "hybrid": learns.merge_and_unload()}, tokenizer, SMALL, folder=tmp_path)
+    assert second.base.fingerprint == second.provenance.fingerprint == fingerprint(base) != first.base.fingerprint
+    assert second.base.results["text"] != first.base.results["text"]
+    assert "'backbone.layers.0.mixer.in_proj.weight'" in capsys.readouterr().err
 
 
 class Counting:

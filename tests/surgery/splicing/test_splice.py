@@ -127,6 +127,22 @@ def test_other_models_are_no_bases() -> None:
 
 
 @FAMILIES
+@pytest.mark.parametrize("sites", ["L1.H1,3", "L1"])
+def test_a_base_that_was_changed_in_place_is_said_to_be(name: str, sites: str, capsys: Any) -> None:
+    hybrid = splice(make_base(name), Plan(sites=sites, kind="head" if "H" in sites else "layer"))
+    adapters = LoraConfig(r=2, target_modules=["in_proj"], init_lora_weights=False)
+    learns = get_peft_model(hybrid, adapters)
+    unsplice(hybrid)
+    unsplice(copy.deepcopy(hybrid).to(torch.float32))
+    assert capsys.readouterr().err == ""
+    unsplice(learns.merge_and_unload())
+    said = capsys.readouterr().err
+    assert "L1.H" in sites or "1 of its tensors" in said  # the other layer's
+    assert "in_proj.weight" in said
+    assert len(said.splitlines()) == 1
+
+
+@FAMILIES
 def test_an_adapter_of_the_hybrid_leaves_the_base_alone(name: str) -> None:
     base, ids = make_base(name), make_rows()
     before = logits_of(base, ids)
