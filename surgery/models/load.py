@@ -23,7 +23,7 @@ from surgery.models import original
 from surgery.models.tokens import without_end_token
 from surgery.runtime.files import read_text
 from surgery.runtime.progress import say
-from surgery.splicing.splice import adopt
+from surgery.splicing.splice import adopt, sample
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
 PATCH, PLAN = "patch.json", "plan.json"
@@ -139,6 +139,7 @@ def open_folder(folder: Path, dtype: torch.dtype | None, device: str, spread: bo
         own = set(model.graft_parameters())
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name in own)
+        model.base_sample = {name: each for name, each in sample(model).items() if name not in own}
     return model
 
 

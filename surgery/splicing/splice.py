@@ -101,8 +101,8 @@ def unsplice(hybrid: Any) -> Any:
     kind = family.hybrid if beneath else family.base
     base = contain(hybrid, kind, convert(hybrid.config, kind.config_class, beneath), with_adapters=False)
     if changed := changed_since_splice(hybrid):
-        what = f"{len(changed)} of its tensors were changed since it was spliced ('{changed[0]}')"
-        say(f"unsplice: this is not the base that was loaded: {what}; load it again")
+        what = f"{len(changed)} of its tensors were changed ('{changed[0]}')"
+        say(f"unsplice: this is not the base that was spliced: {what}; load it again")
     for parameter in base.parameters():
         if is_plain(parameter):
             parameter.requires_grad_(True)
@@ -124,8 +124,8 @@ def sample(model: Any) -> dict[str, Tensor]:
 
 
 def changed_since_splice(hybrid: Any) -> list[str]:
-    """The base's tensors in a hybrid that do not hold what they held when it was spliced, in whichever dtype: a merged LoRA has
-    changed them, or training. Nothing is known, and found, of a hybrid that was loaded."""
+    """The base's tensors in a hybrid that hold other values than when it was spliced or loaded, in whichever dtype: a merged LoRA
+    has changed them, or training."""
     before: dict[str, Tensor] = getattr(hybrid, "base_sample", {})
     now = sample(hybrid) if before else {}
     return [name for name, each in before.items() if name in now and not torch.equal(each.to(now[name].dtype), now[name])]

@@ -12,8 +12,9 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, 
 from surgery.errors import UserError
 from surgery.modeling import family_of
 from surgery.modeling.graft import ABSENT, NATS
+from surgery.models.load import open_folder
 from surgery.records.plan import Plan, Start
-from surgery.splicing.splice import adopt, splice, unsplice
+from surgery.splicing.splice import adopt, changed_since_splice, splice, unsplice
 from tests.surgery.modeling.bases import BASES, STOCK, make_base, make_hybrid, make_rows
 
 FAMILIES = pytest.mark.parametrize("name", BASES)
@@ -140,6 +141,16 @@ def test_a_base_that_was_changed_in_place_is_said_to_be(name: str, sites: str, c
     assert "L1.H" in sites or "1 of its tensors" in said  # the other layer's
     assert "in_proj.weight" in said
     assert len(said.splitlines()) == 1
+
+
+def test_a_base_that_was_changed_since_it_was_loaded_is_known(tmp_path: Path) -> None:
+    make_hybrid("mamba2").save_pretrained(tmp_path)
+    loaded = open_folder(tmp_path, torch.bfloat16, "cpu", False, False)
+    for parameter in loaded.graft_parameters().values():
+        parameter.data.add_(1)
+    assert changed_since_splice(loaded.float()) == []
+    loaded.backbone.norm_f.weight.data.add_(0.01)
+    assert changed_since_splice(loaded) == ["backbone.norm_f.weight"]
 
 
 @FAMILIES
