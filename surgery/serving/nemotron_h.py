@@ -68,7 +68,7 @@ def _unlike(spec: dict[str, Any], first: dict[str, Any]) -> str | None:
     """Why a graft is no attention of Nemotron-H, or not as the first one is."""
     where = f"in L{spec['layer']}"
     if spec["kind"] != "layer":
-        return f"{where} heads are grafted; it knows whole layers of attention only"
+        return f"{where} heads are grafted; it knows whole layers of attention only (plan.kind=layer makes one)"
     for name, what in {
         "rope": "has positions (RoPE)",
         "conv": "has a convolution",

@@ -124,8 +124,8 @@ def sample(model: Any) -> dict[str, Tensor]:
 
 
 def changed_since_splice(hybrid: Any) -> list[str]:
-    """The base's tensors in a hybrid that hold other values than when it was spliced or loaded, in whichever dtype: a merged LoRA
-    has changed them, or training."""
+    """The base's tensors in a hybrid that hold other values than when it was spliced or loaded, in any dtype: somebody merged a
+    LoRA into them, or trained them."""
     before: dict[str, Tensor] = getattr(hybrid, "base_sample", {})
     now = sample(hybrid) if before else {}
     return [name for name, each in before.items() if name in now and not torch.equal(each.to(now[name].dtype), now[name])]
