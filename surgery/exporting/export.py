@@ -130,21 +130,21 @@ def write_export(
             plan.write(folder / PLAN)
         if report is not None:
             report.write(folder / REPORT)
-        reader, proof, files = READERS.get(format), None, beside.submit(list_files, folder)
+        reader, proof = READERS.get(format), None
+        files, name = beside.submit(list_files, folder), beside.submit(fingerprint, hybrid)
         if reader is not None:
             proof = prove(process, hybrid, len(tokenizer), folder, reader=reader, verify=verify, base=str(place))
             say(f"export: {proof}")
-        listed = files.result()
     record = Export(
         format=format,
         toolkit=installed_version("mamba-surgery"),
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         model_type=hybrid.config.model_type,
         base=find_origin(place, home),
-        fingerprint=fingerprint(hybrid),
+        fingerprint=name.result(),
         parameters=sum(p.numel() for p in getattr(hybrid, "graft_parameters", dict)().values()),
         proof=proof,
-        files=listed,
+        files=files.result(),
     )
     record.write(folder / RECORD)
     write_card(folder, record, home.resolve().name, plan, report)

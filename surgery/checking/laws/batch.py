@@ -18,5 +18,4 @@ LAW = Law(
     "answers change with the batch size",
     "run one prompt at a time",
     cases,
-    quick=True,
 )

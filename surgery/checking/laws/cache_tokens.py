@@ -16,5 +16,4 @@ LAW = Law(
     "every token that is generated is computed from a wrong state",
     "generate with use_cache=False",
     cases,
-    quick=True,
 )
