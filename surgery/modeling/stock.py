@@ -65,8 +65,10 @@ class StockBackbone(GraftedModel):
             raise ValueError("give either input_ids or inputs_embeds")
         tokens: Any = input_ids if inputs_embeds is None else inputs_embeds
         cache = one_cache(cache_params, past_key_values)
-        mask = attention_mask if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2 else None
-        told = attention_mask is None or mask is not None  # masks that generate has prepared say nothing of padding
+        mask = attention_mask if isinstance(attention_mask, Tensor) else None
+        if mask is not None and mask.dim() != 2:  # attention would obey it, and the states would not
+            raise ValueError("attention_mask has to be (batch, tokens); position_ids or seq_idx say where documents begin")
+        told = attention_mask is None or mask is not None  # masks that generate has prepared, a dict, say nothing of padding
         flat = position_ids if told and position_ids is not None and position_ids.dim() == 2 else None
         packing = packing_of(tokens, mask, flat, cache, use_cache, kwargs)
         kwargs = {name: value for name, value in kwargs.items() if name in OUTPUTS}

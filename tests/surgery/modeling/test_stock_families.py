@@ -141,6 +141,8 @@ def test_what_a_forward_does_not_read_is_refused(name: str) -> None:
     for model in (hybrid, hybrid.base_model):
         with pytest.raises(TypeError, match="attention_masks"):
             model(ids, attention_masks=torch.ones_like(ids))
+    with pytest.raises(ValueError, match="seq_idx"):  # a block for each document, which no state obeys
+        hybrid(ids, attention_mask=torch.block_diag(*[torch.ones(n, n).tril() for n in (9, 14)])[None, None].bool())
     with hybrid.disable_grafts():
         cache = hybrid(ids, use_cache=True).past_key_values
     with pytest.raises(ValueError, match="cache"):
