@@ -11,6 +11,7 @@ Documents are runs of tokens, so a query sees the keys from `first` on, where it
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
@@ -33,6 +34,7 @@ except ImportError:
 
 WIDEST = 256  # of queries and keys; values are taken in pieces
 PIECE = 128  # columns of a value
+UNSPECIFIC = ["H", "T", "S", "W", "P"]  # for whose values no kernel is compiled anew
 SHARED = 101_376  # bytes that a block may have where nothing says more: RTX 30, 40 and 50, A10, A6000
 # (queries, keys, warps, stages) of a tile, the fastest first (recipes/evidence/gpu).
 TILES = ((128, 64, 4, 3), (128, 64, 4, 2), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1))
@@ -147,15 +149,16 @@ def _launch(kernel: Any, tokens: int, backward: bool, q, k, v, bias, null, first
         bias_strides = (bias.stride(0), bias.stride(1) if bias.shape[1] > 1 else 0)
     strides = [n for m in (q, k, v, rest[0]) for n in m.stride()[:3]]
     exact = "ieee" if is_exact(q) else "tf32"
-    kernel[(triton.cdiv(tokens, block), b * h)](
-        q, k, v, bias, null, first, last, *rest, *strides, *bias_strides, h, t, s, w, p,
-        EVEN=w == wide and p == narrow, EXACT=exact, BM=queries, BN=keys, BW=wide, BP=narrow, num_warps=warps,
-        num_stages=stages,
-    )  # fmt: skip
+    with torch.cuda.device(q.device) if on_gpu(q) else nullcontext():  # Triton launches on the current device
+        kernel[(triton.cdiv(tokens, block), b * h)](
+            q, k, v, bias, null, first, last, *rest, *strides, *bias_strides, h, t, s, w, p,
+            EVEN=w == wide and p == narrow, EXACT=exact, BM=queries, BN=keys, BW=wide, BP=narrow, num_warps=warps,
+            num_stages=stages,
+        )  # fmt: skip
 
 
 def _jit(kernel: Callable[..., Any]) -> Any:
-    return kernel if triton is None else triton.jit(kernel, do_not_specialize=["H", "T", "S", "W", "P"])
+    return kernel if triton is None else triton.jit(kernel, do_not_specialize=UNSPECIFIC)
 
 
 @_jit

@@ -4,7 +4,7 @@
 
 The mixer's projection is (b, t, channels). PyTorch's convolution has to transpose it, which takes longer than to compute.
 `shifted` adds up the k shifted products without a transpose; `stock` is PyTorch's convolution, `causal_conv1d` the CUDA package
-of Mamba's authors, `hub` its build on the Hub.
+of Mamba's authors, `hub` the build of it that mamba_ssm's has on the Hub.
 """
 
 from collections.abc import Callable
@@ -76,7 +76,7 @@ def _by_cuda(
     begin at a multiple of 16 bytes; a part of a projection may have neither, and is copied."""
     fits = x.stride(2) == 1 and x.stride(0) % 8 == 0 and x.stride(1) % 8 == 0 and x.data_ptr() % 16 == 0
     x = (x if fits else x.contiguous()).transpose(1, 2)
-    y = find().causal_conv1d_fn(x, weight[:, 0], bias, seq_idx=seq_idx, activation="silu" if silu else None)
+    y = find()(x, weight[:, 0], bias, seq_idx=seq_idx, activation="silu" if silu else None)
     return y[..., x.shape[2] - t :].transpose(1, 2)
 
 
@@ -105,7 +105,7 @@ CAUSAL_CONV = Operation(
     1,
     Backend(
         "causal_conv1d",
-        partial(_by_cuda, lambda: import_module("causal_conv1d")),
+        partial(_by_cuda, lambda: import_module("causal_conv1d").causal_conv1d_fn),
         _not_for_cuda,
         device="cuda",
         probed=True,
@@ -116,7 +116,7 @@ CAUSAL_CONV = Operation(
     Backend("stock", _stock, _not_for_stock),
     Backend(
         "hub",
-        partial(_by_cuda, lambda: hub("causal-conv1d", 1)),
+        partial(_by_cuda, lambda: hub("mamba-ssm", 4).layers.causal_conv1d_fn().forward),
         _not_for_cuda,
         device="cuda",
         probed=True,

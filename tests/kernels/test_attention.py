@@ -105,9 +105,11 @@ def test_what_a_gpu_is_not_asked_for():
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed (make gpu-rehearsal installs it)")
-def test_triton_kernels_in_the_interpreter():
-    """In a process of its own: whether Triton interprets is decided when kernels are defined."""
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    script = Path(__file__).parents[1] / "gpu_rehearsal" / "attention_interpreted.py"
+@pytest.mark.parametrize("how", ["interpreted", "compiled"])
+def test_triton_kernels(how):
+    """In a process of its own: whether Triton interprets is decided when kernels are defined. Compiled, for cards that are not
+    here, they fit each card's shared memory."""
+    environment = os.environ | {"TRITON_INTERPRET": str(int(how == "interpreted")), "OMP_NUM_THREADS": "1"}
+    script = Path(__file__).parents[1] / "gpu_rehearsal" / f"attention_{how}.py"
     done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -1,16 +1,19 @@
 """A backend is chosen by what it can do here, for a kind of call."""
 
 import os
+import re
 import subprocess
 import sys
-import types
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from transformers.integrations import hub_kernels
 
+from surgery.kernels import conv, selective, ssd
 from surgery.kernels.choose import Backend, KernelError, Operation
 from surgery.kernels.conv import CAUSAL_CONV, _by_cuda
 from surgery.kernels.explain import SMALL, make_calls
@@ -126,6 +129,24 @@ def test_nothing_is_downloaded_unless_it_is_asked_for():
     assert SSD_SCAN.choose(*inputs.ssd()[:6], None, None, 256).name == "native"
 
 
+def test_kernels_of_the_hub_are_those_of_transformers(monkeypatch):
+    mapped = re.findall(r'repo_id="kernels-community/(.+?)",[^)]+?version=(\d+)', Path(hub_kernels.__file__).read_text())
+    asked = []
+
+    def find(name: str, version: int) -> Any:
+        asked.append((name, str(version)))
+        raise LookupError(name)
+
+    for module in (ssd, selective, conv):
+        monkeypatch.setattr(module, "hub", find)
+    calls = [each for each in make_calls(torch.device("cpu"), torch.float32, SMALL) if "hub" in each[1].backends]
+    for _, operation, args in calls:
+        with pytest.raises(LookupError):
+            operation.backends["hub"].run(*args)
+    assert len(asked) == len(calls) > 6
+    assert {*asked} <= {*mapped}
+
+
 def causal_conv1d_fn(x, weight, bias=None, seq_idx=None, initial_states=None, return_final_states=False, activation=None):
     """With the checks of causal_conv1d's C++ (csrc/causal_conv1d.cpp, causal_conv1d_fwd)."""
     channels_last = x.stride(1) == 1 and x.stride(2) > 1
@@ -145,12 +166,12 @@ def causal_conv1d_fn(x, weight, bias=None, seq_idx=None, initial_states=None, re
 @pytest.mark.parametrize("documents", [False, True])
 def test_causal_conv1d_takes_a_part_of_any_projection(width, documents):
     """1676 is tiny-books', the others are published widths of in_proj."""
-    run = partial(_by_cuda, lambda: types.SimpleNamespace(causal_conv1d_fn=causal_conv1d_fn))
-    x = randn(2, 30, width)[..., width - 840 : width - 8]
-    weight, bias = randn(832, 1, 4), randn(832)
+    whole, weight, bias = randn(2, 30, width), randn(832, 1, 4), randn(832)
     seq_idx = (torch.arange(30) > 11).int().expand(2, -1).contiguous() if documents else None
-    own = with_gradients(lambda *each: run(*each, seq_idx, 30, True), [x, weight, bias])
-    truths = with_gradients(lambda *each: CAUSAL_CONV.reference.run(*each, seq_idx, 30, True), [x, weight, bias])
+    own, truths = (
+        with_gradients(lambda x, *rest: run(x[..., width - 840 : width - 8], *rest, seq_idx, 30, True), [whole, weight, bias])  # noqa: B023
+        for run in (partial(_by_cuda, lambda: causal_conv1d_fn), CAUSAL_CONV.reference.run)
+    )
     assert all(distance(m, truth) < 1e-6 for m, truth in zip(own, truths, strict=True))
 
 

@@ -1,11 +1,10 @@
-"""On a GPU: whoever serves, against the reference in float64. `make gpu` runs these."""
+"""On a GPU, against the reference in float64. `make gpu` runs this, and asks every operation by itself (tools/gpu.py)."""
 
 import pytest
 import torch
 
 from surgery.kernels.attention import attend
 from surgery.kernels.conv import causal_conv
-from surgery.kernels.explain import Sizes, make_calls
 from surgery.kernels.ssd import ssd_scan
 from surgery.modeling.packing import Packing
 from tests.kernels import inputs
@@ -14,16 +13,6 @@ from tests.kernels.inputs import distance, randn, with_gradients
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 NUMBERS = torch.tensor([[0] * 20 + [1] * 81 + [2] * 49, [0] * 64 + [-1] * 6 + [1] * 80])
 BOUNDS = {torch.float32: 5e-3, torch.bfloat16: 3e-2}
-
-
-@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
-def test_operations(dtype):
-    for name, operation, args in make_calls(torch.device("cuda"), dtype, Sizes(8, 64, 128, 256, 2, 300)):
-        own = operation.example(args, small=False)
-        exact = [m.double() if isinstance(m, torch.Tensor) and m.is_floating_point() else m for m in own]
-        y, truth = operation(*own), operation.reference.run(*exact)
-        y, truth = (m if isinstance(m, torch.Tensor) else m[0] for m in (y, truth))
-        assert distance(y, truth) < BOUNDS[dtype], name
 
 
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
