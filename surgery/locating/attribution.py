@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from surgery.errors import UserError
+from surgery.kernels.functions import on_gpu
 from surgery.modeling.graft import ChannelGraft, Streams
 from surgery.modeling.reference import at_least_float32
 from surgery.probes.encoded import Encoded
@@ -38,7 +39,7 @@ from surgery.runtime.progress import bar
 # The largest scale is where the softmax is as good as an argmax: slopes rise up to about tau = 2 and are flat from there
 # (tiny-mamba2's L0.H5: 4.4, 10.9, 13.9, 14.3 up to 2, and 14.3 at 4 and 16), and sharper starts retrieve no more.
 STARTS = tuple(Start(sign=sign, tau=tau) for sign in (1, -1) for tau in (0.25, 0.5, 1.0, 2.0))
-WEIGHTS = 2**19  # attention weights that are held at once: what a processor's cache holds
+WEIGHTS = 2**19  # attention weights that are held at once: what a processor's cache holds; on a GPU 32 times as many
 SHARE = 0.4  # of the memory that is free, for what a backward pass keeps
 
 
@@ -75,7 +76,8 @@ def attribute(model: Any, encoded: Encoded, batch_size: int = 32, nulls: Mapping
             # A hook on y that holds y is a cycle that is never freed, so it goes as soon as it has read.
             handle.remove()
             null = None if nulls is None else nulls[mixer.layer_idx]
-            totals[mixer.layer_idx] += start_slopes(mixer, streams, y, gradient, null).cpu()
+            found = start_slopes(mixer, streams, y, gradient, null)  # stays there: reading it would wait for a GPU
+            totals[mixer.layer_idx] = totals[mixer.layer_idx].to(found.device, non_blocking=True) + found
 
         handle = y.register_hook(read)
         return y
@@ -87,7 +89,7 @@ def attribute(model: Any, encoded: Encoded, batch_size: int = 32, nulls: Mapping
             if losses.requires_grad:
                 losses.sum().backward()
             correct[chosen], loss[chosen] = part.correct(logits).cpu().numpy(), losses.detach().cpu().numpy()
-    slopes = {layer: total / len(encoded) for layer, total in totals.items()}
+    slopes = {layer: total.cpu() / len(encoded) for layer, total in totals.items()}
     if not all(each.isfinite().all() for each in slopes.values()):
         raise UserError("the gradients by the heads' gates are not finite; try dtype=float32")
     return Slopes(slopes, correct, loss)
@@ -97,7 +99,10 @@ def attribute(model: Any, encoded: Encoded, batch_size: int = 32, nulls: Mapping
 def start_slopes(mixer: Any, streams: Streams, y: Tensor, gradient: Tensor, nulls: Tensor | None) -> Tensor:
     """(starts, heads): the slope of each head for each start, summed over rows. y and gradient (b, t, h, p): a mixer's own
     output and the loss's gradient by it. nulls (starts, heads)."""
-    at = gradient.abs().amax((0, 2, 3)).nonzero()[:, 0]  # behind the last mixer, losses look at few tokens
+    at = torch.arange(gradient.shape[1], device=gradient.device)
+    if not on_gpu(gradient):  # which would have to be waited for
+        at = gradient.abs().amax((0, 2, 3)).nonzero()[:, 0]  # behind the last mixer, losses look at few tokens
+    nulls = None if nulls is None else nulls.to(gradient.device, non_blocking=True)
     x, y, gradient = (at_least_float32(each) for each in (streams.x, y[:, at], gradient[:, at]))
     D = getattr(mixer, "D", None)
     rest = gradient * ((0 if D is None else at_least_float32(D)[:, None] * x[:, at]) - y)  # what m multiplies, (b, at, h, p)
@@ -141,11 +146,11 @@ def attention_logits(mixer: Any, streams: Streams, at: Tensor) -> Iterator[tuple
     heads = 1 if channels else mixer.num_heads
     (b, groups), later = k.shape[:2], torch.arange(k.shape[2], device=k.device) > at[:, None]
     bias = torch.zeros(later.shape, dtype=k.dtype, device=k.device).masked_fill(later, -torch.inf)
-    added = None
+    added, held = None, WEIGHTS * (32 if on_gpu(k) else 1)
     if streams.log_write is not None and mixer.has_time_step and not channels:
         # Contiguous: what is added to it takes its order in memory, and softmax would copy.
         added = at_least_float32(streams.log_write).transpose(1, 2).contiguous()
-    rows_at_once, heads_at_once = max(1, WEIGHTS // (heads * later.numel())), max(1, min(heads, WEIGHTS // later.numel()))
+    rows_at_once, heads_at_once = max(1, held // (heads * later.numel())), max(1, min(heads, held // later.numel()))
     for first in range(0, b, rows_at_once):
         rows = slice(first, min(first + rows_at_once, b))
         for head in range(0, heads, heads_at_once):

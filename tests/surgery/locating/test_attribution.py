@@ -3,13 +3,15 @@
 import pytest
 import torch
 
-from surgery.locating.attribution import STARTS, attribute, graft_mixers
+from surgery.locating import attribution
+from surgery.locating.attribution import STARTS, attention_logits, attribute, graft_mixers
 from surgery.probes.encoded import Encoded
 from surgery.probes.scoring import logits_at_points
 from surgery.records.plan import Plan
 from surgery.records.site import Site
 from surgery.splicing.splice import adopt, splice
 from tests.surgery.modeling import bases, stock_bases
+from tests.surgery.tuning.test_waits import META, Copies
 
 NUMBER = 6  # of the start that is tried: sign -1, tau 1
 FAMILIES = [*bases.BASES, *stock_bases.CONFIGURATIONS]
@@ -78,6 +80,34 @@ def test_weights_keep_whether_they_learn():
     attribute(adopt(base), encoded)
     assert {name: p.requires_grad for name, p in base.named_parameters()} == before
     assert all(p.grad is None for p in base.parameters())
+
+
+@pytest.mark.parametrize("family", ["mamba2", "mamba"])
+def test_a_batch_waits_for_a_gpu_for_its_answers_alone(family, monkeypatch):
+    """On "meta" there are no numbers to wait for, and whatever asks for one fails. Slopes are read once a layer, at the end."""
+    base, encoded = make(family)
+    model, read = adopt(base).to(META), list[torch.Size]()
+    monkeypatch.setattr(attribution, "on_gpu", lambda _: True)
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda m: read.append(m.shape) or torch.zeros(m.shape, dtype=m.dtype))
+    mixers = graft_mixers(model)
+    nulls = {layer: torch.zeros(len(STARTS), mixer.num_heads) for layer, mixer in mixers.items()}
+    monkeypatch.setattr(attribution, "logits_at_points", lambda model, part: model(part.padded(META)).logits[:, -2])
+    monkeypatch.setattr(Encoded, "loss", lambda _, logits: logits.sum(-1))
+    monkeypatch.setattr(Encoded, "correct", lambda _, logits: logits[:, 0] > 0)
+    with Copies() as copies:
+        attribute(model, encoded, batch_size=1, nulls=nulls)
+    assert len(read) == 2 * len(encoded) + len(mixers)
+    assert copies.slow == []
+
+
+@pytest.mark.parametrize(("gpu", "at_once"), [(False, 1), (True, 4)])
+def test_a_gpu_takes_larger_pieces(gpu, at_once, monkeypatch):
+    base, _ = make("mamba2")
+    mixer = graft_mixers(adopt(base).to(META))[0]
+    monkeypatch.setattr(attribution, "on_gpu", lambda _: gpu)
+    streams = mixer.project(torch.empty(1, 2000, base.config.hidden_size, dtype=torch.float64, device=META), None, None, None)
+    pieces = [*attention_logits(mixer, streams, torch.arange(2000, device=META))]
+    assert len(pieces) == len(STARTS) * -(-mixer.num_heads // at_once)
 
 
 def test_half_precision_is_close():
