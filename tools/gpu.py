@@ -2,7 +2,7 @@
 
 It takes the machine as it is (Python from 3.11, torch from 2.6); what is missing there is carried in .gpu-carry/, which
 `make gpu-carry` fills. Each line of the record is written at once, and a part that fails does not end the rest. --rehearse: on
-the CPU, with small sizes. Status: 0 if nothing failed.
+the CPU, with small sizes. Status: 0 if nothing failed; a package that is installed and does not serve has failed.
 
     versions   the machine, the packages and what each says when it is imported
     backends   every operation at published sizes: who serves, and the error against float64
@@ -20,11 +20,13 @@ mamba_ssm's kernels are tuned when they are first called, which takes minutes; -
 import argparse
 import contextlib
 import importlib
+import importlib.metadata
 import json
 import platform
 import subprocess
 import sys
 import time
+import tomllib
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -32,9 +34,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
+try:
+    import torch
+except ImportError as failure:
+    sys.exit(f"{sys.executable} has no torch: {failure}")
 
 ROOT = Path(__file__).parents[1]
+ERRORS = {torch.bfloat16: 0.02, torch.float32: 5e-3}  # against float64, at most
 PACKAGES = ("triton", "transformers", "accelerate", "peft", "pydantic", "mamba_ssm", "causal_conv1d", "flash_attn", "kernels")
 
 
@@ -95,9 +101,20 @@ def versions(record: Record) -> None:
     for package in PACKAGES:
         try:
             module = importlib.import_module(package)
+            if module.__file__ is None:  # a folder that is called so, as ours is
+                raise ModuleNotFoundError(f"No module named '{package}'")
             record.say(package, version=getattr(module, "__version__", "?"))
         except Exception as failure:
             record.say(package, absent=f"{type(failure).__name__}: {str(failure)[:120]}")
+    with record.attempt("wanted"):
+        from packaging.requirements import Requirement
+
+        for text in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]:
+            wanted, here = Requirement(text), None
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+                here = importlib.metadata.version(wanted.name)
+            if here is None or not wanted.specifier.contains(here, prereleases=True):
+                record.say("wanted", package=text, here=here)
 
 
 def backends(record: Record) -> None:
@@ -130,11 +147,17 @@ def backends(record: Record) -> None:
                     with torch.no_grad():
                         truth = as_tuple(operation.reference.run(*exact))[0]
                     error = ((results[0].double() - truth).norm() / truth.norm()).item()
-                    why = {key: reason for key, reason in operation.explain(*own).items() if reason}
+                    asked = [each for each in operation.backends.values() if not each.on_request]
+                    why = {each.name: reason for each in asked if (reason := operation.why_not(each, *own))}
                     line = {"serves": chosen.name, "seconds": round(seconds, 2), "error": error, "not": why}
                     if said:
                         line["warnings"] = [str(each.message)[:300] for each in said]
                     record.say(f"{name} {str(dtype)[6:]} {'with gradient' if learning else 'forward'}", **line)
+                    refused = [reason for reason in why.values() if reason in operation.refused.values()]
+                    if broken := [reason for reason in refused if not reason.startswith("ModuleNotFoundError")]:
+                        raise RuntimeError(f"what is installed does not serve: {broken}")
+                    if not error < ERRORS[dtype]:
+                        raise ArithmeticError(f"{chosen.name} is off by {error:.2g}")
 
 
 def smoke(record: Record) -> None:
@@ -147,7 +170,9 @@ def smoke(record: Record) -> None:
         here = model(input_ids=ids, use_cache=False).logits.float().cpu()
         cpu = surgery.load(str(ROOT / "checkpoints" / "tiny-mamba2"), device="cpu", dtype="float32")[0]
         there = cpu(input_ids=ids.cpu(), use_cache=False).logits
-    record.say("base logits against the CPU", largest_difference=(here - there).abs().max().item())
+    difference = (here - there).abs().max().item()
+    record.say("base logits against the CPU", largest_difference=difference)
+    record.failed += not difference < 1e-3
     with record.attempt("locate"):
         from surgery.probes import make_probe
 
@@ -169,7 +194,9 @@ def smoke(record: Record) -> None:
         again = ids
         for _ in range(24):
             again = torch.cat([again, hybrid(input_ids=again, use_cache=False).logits[:, -1:].argmax(-1)], 1)
-        record.say("generate", as_without_cache=(tokens == again).float().mean().item(), seconds=round(seconds, 2))
+        same = (tokens == again).float().mean().item()
+        record.say("generate", as_without_cache=same, seconds=round(seconds, 2))
+        record.failed += same < 1
 
 
 def shape(record: Record, layers: int, width: int) -> Any:
@@ -323,6 +350,7 @@ def tests(record: Record) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "-p", "no:xdist", "tests/kernels"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=200)
     record.say("pytest -m gpu", status=done.returncode, output=done.stdout[-1500:])
+    record.failed += done.returncode > 0
 
 
 PARTS = {part.__name__: part for part in (versions, backends, smoke, step, attention, scans, memory, tests)}
