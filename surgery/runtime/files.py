@@ -11,6 +11,7 @@ import json
 import os
 import shlex
 import shutil
+import stat
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -160,7 +161,7 @@ class OutputFolder(AbstractContextManager["OutputFolder"]):
     @contextmanager
     def folder(self, name: str, settings: Any = None) -> Iterator[Path]:
         """A folder below this one that is filled over a long time, and kept if the work is cut short; with other settings than
-        before it begins empty. What is in it becomes ours."""
+        before it begins empty. What is new in it becomes ours."""
         path = self.path / name
         if self._lock is None:  # the main process does what follows
             yield path
@@ -168,12 +169,13 @@ class OutputFolder(AbstractContextManager["OutputFolder"]):
         if settings is not None and self._made_by.get(name) != settings_digest(settings):
             self.remove([file for file in self._files if file.startswith(f"{name}/")])
         self._made_by[name] = settings_digest(settings)
+        foreign = {file for file in self._below(name) if file not in self._files}
         self._open.append(name)
         self._save()
         path.mkdir(parents=True, exist_ok=True)
         yield path
         self._open.remove(name)
-        self._claim(name)
+        self._claim(file for file in self._below(name) if file not in foreign)
         self._save()
 
     @contextmanager
@@ -214,10 +216,13 @@ class OutputFolder(AbstractContextManager["OutputFolder"]):
         if name not in self._files and (self.path / name).exists():
             raise UserError(f"{self.path / name} was not written by this toolkit, so it is not replaced; move it away")
 
-    def _claim(self, name: str) -> None:
-        for path in sorted((self.path / name).rglob("*")):
-            if path.is_file() and not path.is_symlink():
-                self._files[path.relative_to(self.path).as_posix()] = file_digest(path)
+    def _below(self, name: str) -> list[str]:
+        """The files in a folder."""
+        found = (path for path in sorted((self.path / name).rglob("*")) if path.is_file() and not path.is_symlink())
+        return [path.relative_to(self.path).as_posix() for path in found]
+
+    def _claim(self, files: Iterable[str]) -> None:
+        self._files |= {file: file_digest(self.path / file) for file in files}
 
     def _save(self, moving: dict[str, str] | None = None) -> None:
         held = {"folder": os.stat(self.path).st_ino, "files": self._files, "settings": self._made_by, "open": self._open}
@@ -232,19 +237,26 @@ class OutputFolder(AbstractContextManager["OutputFolder"]):
             inode, opened, moving = held["folder"], list(held["open"]), dict(held["moving"])
             self._files, self._made_by = dict(held["files"]), dict(held["settings"])
             names = [Path(name) for name in (*self._files, *opened, *moving)]
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise UserError(f"{self.path / MANIFEST} is damaged; choose another --out") from error
-        if inode != os.stat(self.path).st_ino or any(name.is_absolute() or ".." in name.parts for name in names):
+        if inode != os.stat(self.path).st_ino or any(
+            name.is_absolute() or ".." in name.parts or not name.parts for name in names
+        ):
             raise UserError(f"{self.path} is a copy of a folder that was written elsewhere; choose another --out")
         for name in opened:
-            self._claim(name)
+            self._claim(self._below(name))
         arrived = {name: digest for name, digest in moving.items() if (self.path / name).is_file()}
         self._files |= {name: digest for name, digest in arrived.items() if file_digest(self.path / name) == digest}
 
     def _removable(self, names: Iterable[str]) -> list[str]:
-        """Those that are there. Raises UserError for a file of ours that was changed since, or that may not be removed."""
-        names = [name for name in names if (self.path / name).is_file()]
+        """Those that are there. Raises UserError for a file of ours that was changed since, that may not be removed, or whose
+        folder is a link to elsewhere now."""
+        names, place = [name for name in names if (self.path / name).is_file()], self.path.resolve()
         for name in names:
+            if place not in (parent := (self.path / name).parent.resolve(), *parent.parents):
+                raise UserError(
+                    f"{self.path / name} is elsewhere, {parent}, by a link; remove the link, or choose another --out"
+                )
             if file_digest(self.path / name) != self._files[name]:
                 raise UserError(
                     f"{self.path / name} was changed since this toolkit wrote it; move it away, or choose another --out"
@@ -326,7 +338,13 @@ def open_output(
 def _take_lock(folder: Path) -> int:
     """Lock a folder for this process; the system gives it free if the process dies. Raises UserError that names the holder."""
     path = folder / LOCK
-    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+    except OSError as error:
+        raise UserError(f"{path} cannot be locked ({error.strerror}); move it away, or choose another --out") from error
+    if (held := os.fstat(handle)).st_nlink > 1 or not stat.S_ISREG(held.st_mode):  # another file has this name
+        os.close(handle)
+        raise UserError(f"{path} is no lock of ours; move it away, or choose another --out")
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

@@ -84,7 +84,7 @@ def test_a_manifest_that_came_with_a_copy_gives_no_rights(ran, tmp_path):
             open_output(tmp_path / "copy", **options)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"folder": 1}', "x"])
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"folder": 1}', "x", "[" * 100_000])
 def test_a_damaged_manifest_gives_no_rights(ran, text):
     (ran / MANIFEST).write_text(text)
     with pytest.raises(UserError):
@@ -205,6 +205,36 @@ def test_two_runs_in_one_folder(ran):
             with pytest.raises(UserError, match=str(os.getpid())):
                 open_output(ran, **how)
     open_output(ran, resume=True).__exit__(None, None, None)
+
+
+@pytest.mark.parametrize("way", ["link", "hard link", "folder", "pipe"])
+def test_what_has_the_name_of_the_lock_is_left_alone(tmp_path, way):
+    mine, out = tmp_path / "mine.txt", tmp_path / "out"
+    mine.write_text("mine")
+    out.mkdir()
+    make = {"link": os.symlink, "hard link": os.link, "folder": lambda _, to: to.mkdir(), "pipe": lambda _, to: os.mkfifo(to)}
+    make[way](mine, out / LOCK)
+    with pytest.raises(UserError, match="move it away"):
+        open_output(out)
+    assert mine.read_text() == "mine"
+
+
+def test_a_file_of_the_users_in_a_long_folder_stays_theirs(ran):
+    (ran / "tuning" / "one" / "notes.txt").write_text("mine")
+    with open_output(ran, resume=True) as output, output.folder("tuning/one", {"steps": 1}) as long:
+        (long / "d").write_text("4")
+    with open_output(ran, overwrite=True) as output:
+        output.clear()
+    assert contents(ran) == {"tuning/one/notes.txt": b"mine"}
+
+
+def test_a_folder_that_became_a_link_is_not_emptied(ran, tmp_path):
+    shutil.move(ran / "tuning", tmp_path / "disk")
+    (ran / "tuning").symlink_to(tmp_path / "disk")
+    before = contents(tmp_path)
+    with pytest.raises(UserError, match="by a link"):
+        open_output(ran, overwrite=True)
+    assert contents(tmp_path) == before
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
