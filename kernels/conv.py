@@ -50,6 +50,10 @@ def _shifted(x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor | N
     x, weight, bias = x.to(work), weight.to(work), None if bias is None else bias.to(work)
     missing = max(0, t + k - 1 - s)
     x = F.pad(x, (0, 0, missing, 0)) if missing else x
+    if t == 1 and seq_idx is None:  # a step of decoding: one product in the place of k
+        y = (x[:, x.shape[1] - k :] * weight[:, 0].t()).sum(1, keepdim=True)
+        y = y if bias is None else y + bias
+        return (F.silu(y) if silu else y).to(dtype)
     taps = weight[:, 0].t().contiguous().flip(0)  # k c, the newest token's first
     newest, end = x[:, x.shape[1] - t :], x.shape[1]
     y = newest * taps[0] if bias is None else torch.addcmul(bias, newest, taps[0])

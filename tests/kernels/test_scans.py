@@ -83,7 +83,7 @@ def test_documents_in_one_call_are_documents_one_by_one():
 
 
 @pytest.mark.parametrize("backend", ["shifted", "stock", "reference"])
-@pytest.mark.parametrize(("s", "t"), [(40, 40), (40, 3), (2, 2)])
+@pytest.mark.parametrize(("s", "t"), [(40, 40), (40, 3), (2, 2), (40, 1), (1, 1)])
 def test_convolution(backend, s, t):
     args = [randn(2, s, 24), randn(24, 1, 4), randn(24)]
     own = with_gradients(lambda *each: causal_conv(*each, t, True, backend=backend), args)
