@@ -26,7 +26,6 @@ from surgery.modeling.ssm import fused_norm
 from surgery.tuning.losses import kl_divergence
 from tests.kernels.inputs import distance, randn
 
-EIGHT = 512, 8, (0, 0, 0, 0, 3, 0, 0, 0)  # width, layers, and how many heads of each are grafted
 META = torch.device("meta")  # tensors without numbers: 2.7b's width costs nothing
 SILENT = ("empty", "empty_like", "new_empty", "empty_strided", "detach", "_unsafe_view", "promote_types")  # launch nothing
 
@@ -108,9 +107,9 @@ def test_launches_of_a_packed_block_of_mamba2_2_7b(packages, grafted, forward, b
     assert back.names.total() <= backward, back.names
 
 
-def test_launches_of_a_step_on_text(packages):
-    """Of eight layers, one of them grafted: teacher, student, their divergence, and backward."""
-    hybrid = make_hybrid(*EIGHT, num_heads=16, head_dim=64, state_size=128)
+def test_launches_of_a_step_on_text_and_of_a_token(packages):
+    """Of eight layers, one of them grafted. A step: teacher, student, their divergence, and backward."""
+    hybrid = make_hybrid(512, 8, (0, 0, 0, 0, 3, 0, 0, 0), num_heads=16, head_dim=64, state_size=128)
     ids = torch.zeros(8, 256, dtype=torch.long, device=META)
     with Launches() as step:
         with torch.no_grad(), hybrid.disable_grafts():
@@ -119,12 +118,7 @@ def test_launches_of_a_step_on_text(packages):
         loss = kl_divergence(student.flatten(0, 1), teacher.flatten(0, 1)) / ids.numel()
         torch.autograd.grad(loss, [p for p in hybrid.parameters() if p.requires_grad])
     assert step.names.total() <= 550, step.names
-
-
-def test_launches_of_a_token(packages):
-    """Of eight layers, one of them grafted."""
-    hybrid = make_hybrid(*EIGHT, num_heads=16, head_dim=64, state_size=128).eval()
-    cache = DynamicCache(config=hybrid.config)
+    cache, hybrid = DynamicCache(config=hybrid.config), hybrid.eval()
     with torch.no_grad():
         for length in (40, 1, 1):
             with Launches() as token:
