@@ -100,6 +100,8 @@ def check_recipe(base: Any, tokenizer: Any, recipe: Recipe) -> None:
         find_folder(recipe.plan.donor)
     if recipe.tune.lora:
         match_targets(adopt(base), recipe.tune.lora)
+    few = recipe.model_copy(update={"locate": recipe.locate.model_copy(update={"examples": 2})})
+    ask_about(tokenizer, few, recipe.seed)
     Batches(tokenizer, recipe.tune, recipe.data, recipe.seed)
     given = Given(tokenizer, recipe.bench.model_copy(update={"limit": 2}), recipe.data, recipe.seed)
     measurements(given)

@@ -119,7 +119,9 @@ def _list(folder: Path) -> None:
 
 
 def _close(path: Path) -> str:
-    """A hint at what lies beside."""
+    """A hint at what lies there or beside."""
+    if path.is_symlink():
+        return ", but a link that leads nowhere"
     return did_you_mean(path.name, (each.name for each in path.parent.iterdir()), path.parent) if path.parent.is_dir() else ""
 
 

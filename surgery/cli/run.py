@@ -1,7 +1,7 @@
 """surgery run"""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -18,7 +18,7 @@ from surgery.cli.options import (
     refuse_hybrid,
 )
 from surgery.errors import UserError
-from surgery.records.recipe import Recipe, apply_settings, make_recipe, read_recipe, recipe_text
+from surgery.records.recipe import TOY, Recipe, apply_settings, make_recipe, read_recipe, recipe_text
 from surgery.runtime.files import check_output, read_text
 from surgery.runtime.progress import say, show
 
@@ -79,10 +79,12 @@ def run(
     if not is_recipe or dry_run:
         model, tokenizer = open_model(recipe.model, recipe, trust_remote_code)
         seen = look(model, tokenizer, text=text, name=place.resolve().name, seed=recipe.seed)
-        del model
         if not is_recipe:
             show(seen)
             recipe = automatic.choose_recipe(seen, target, text, settings)
+        if dry_run:
+            check_here(model, tokenizer, recipe)
+        del model
         if dry_run:
             show(f"\n{recipe_text(recipe)}\nEstimate: {automatic.estimate(recipe, seen)}")
         if not seen.worth and not is_recipe and not anyway:
@@ -99,6 +101,15 @@ def run(
         show(more)
     if report.verdict.answer == "mixed":
         raise typer.Exit(1)
+
+
+def check_here(model: Any, tokenizer: Any, recipe: Recipe) -> None:
+    """Raise UserError for what a later stage could not do, as far as it can be known without fetching anything."""
+    from surgery.pipeline import check_recipe
+
+    offline = recipe.model_copy(update={"bench": recipe.bench.model_copy(update={"tasks": ()})})
+    if all(name == TOY or Path(name).exists() for name in recipe.data.train_text):
+        check_recipe(model, tokenizer, offline)
 
 
 def resumed(chosen: Path, target: str, text: Path | None, settings: list[str]) -> Recipe:

@@ -133,7 +133,7 @@ class PlanOptions(Record):
 class Data(Record):
     """The text that tuning sees, and the text, facts and skills that a model is measured on."""
 
-    train_text: Names = (TOY,)
+    train_text: Annotated[Names, Field(min_length=1)] = (TOY,)
     """Text on which tuning holds the model to its base: files (.txt, .md, .jsonl, .csv, .parquet), folders of them, or ids of
     data sets on the Hub, in equal parts. toy: the built-in toy data, which only the built-in models know."""
     held_out_text: str = TOY
@@ -434,7 +434,9 @@ def _complaint(error: pydantic.ValidationError) -> str:
         message = detail["msg"].removeprefix("Value error, ").replace("a valid tuple", "a list")
         message = re.sub(r"a valid dictionary or instance of \w+", "a section, which has keys of its own", message)
         field, colon, rest = message.partition(": ")  # a check of a whole section names the field itself
-        return f"{'.'.join([*names, field])}{colon}{rest}" if field.isidentifier() else f"{'.'.join(names)}: {message}"
+        if colon and field.isidentifier():
+            return f"{'.'.join([*names, field])}: {rest}"
+        return f"{'.'.join(names)}: {message}".removeprefix(": ")
     key = ".".join([*names[: len(detail["loc"]) - 1], str(detail["loc"][-1])])
     section, _, name = key.rpartition(".")
     if name in GONE.get(section, "").split():

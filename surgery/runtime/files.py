@@ -81,10 +81,12 @@ def settings_digest(settings: Any) -> str:
 
 
 def refuse_inputs(out: str | Path, inputs: Iterable[str | Path]) -> None:
-    """Raise UserError where an output is, or holds, an input of the same command; links are resolved."""
-    place = Path(out).resolve()
+    """Raise UserError where an output is, or holds, an input of the same command, links resolved, or is a link to nothing."""
+    if Path(out).is_symlink() and not Path(out).exists():
+        raise UserError(f"--out {out} is a link that leads nowhere; remove it, or choose another --out")
+    place = Path(os.path.realpath(out))
     for given in inputs:
-        path = Path(given).resolve()
+        path = Path(os.path.realpath(given))
         if path.exists() and (path == place or place in path.parents):
             what = "is" if path == place else "holds"
             raise UserError(f"--out {out} {what} {given}, which this command reads; choose another --out")

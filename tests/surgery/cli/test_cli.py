@@ -95,6 +95,8 @@ def places(tmp_path):
     (tmp_path / "short.txt").write_text("short")
     (tmp_path / "bytes.txt").write_bytes(b"\xff" * 30_000)
     os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "nowhere").symlink_to(tmp_path / "gone" / "x")
+    (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("mine")
     return tmp_path
@@ -140,6 +142,11 @@ def places(tmp_path):
         (f"run {BASE} --out {{}}/mine", "notes.txt"),
         (f"run {BASE} --out {BASE} --overwrite", "reads"),
         (f"run {BASE} --out {{}}/list.json/x", "list.json"),
+        (f"run {BASE} --out {{}}/nowhere", "leads nowhere"),
+        (f"run {BASE} --out {{}}/loop", "leads nowhere"),
+        ("look {}/nowhere", "but a link that leads nowhere"),
+        ("run recipes/demo.yaml --dry-run --set plan.sites=L99.H0", "no site L99.H0"),
+        ("run recipes/demo.yaml --dry-run --set locate.options.pairs=101", "kv takes"),
         (f"look {BASE} --text {{}}/pipe", "pipe"),
         (f"run {BASE} --set plan.head=2", "plan.heads"),
         (f"locate {BASE} --set locate.probe=needel", "needle"),
@@ -170,12 +177,12 @@ def places(tmp_path):
     ],
 )
 def test_a_misuse_is_one_line_and_writes_nothing(surgery, places, command, named):
-    before = {path: path.stat().st_mtime_ns for path in places.rglob("*")}
+    before = {path: path.lstat().st_mtime_ns for path in places.rglob("*")}
     status, _, err = surgery(*command.replace("{}", str(places)).split())
     assert status == 2
     assert len(err.splitlines()) == 1
     assert named in err
-    assert {path: path.stat().st_mtime_ns for path in places.rglob("*")} == before
+    assert {path: path.lstat().st_mtime_ns for path in places.rglob("*")} == before
 
 
 class PanicException(BaseException):  # as that of the library tokenizers is called

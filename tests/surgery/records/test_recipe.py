@@ -79,6 +79,7 @@ def test_values_are_taken_as_users_write_them(setting, value):
         ("plan.sites=1", "plan.sites"),
         ("plan.donor=x", "donor"),
         ("tune.examples=[]", "examples"),
+        ("data.train_text=[]", "data.train_text"),
         ("tune.hints.weight=0", "weight"),
         ("dtype=int8", "dtype"),
         ("seed=-1", "seed"),
