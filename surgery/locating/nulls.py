@@ -27,14 +27,14 @@ def null_logits(model: Any, rows: Tensor, share: float, batch_size: int = 8) -> 
     def tap(mixer: Any, streams: Streams, y: Tensor) -> Tensor:
         at = torch.arange(min(FIRST, y.shape[1] - 1), y.shape[1], device=y.device)
         channels = issubclass(mixer.graft_class, ChannelGraft)
-        found = torch.zeros(len(STARTS), y.shape[2], len(y), len(at))
+        found = torch.zeros(len(STARTS), y.shape[2], len(y), len(at), device=y.device)
         written = torch.zeros_like(y[..., :1, 0])
         if channels and streams.write is not None:  # the scores of channels lack their time steps: the mean channel's
             written = at_least_float32(streams.write).mean(-1, keepdim=True).log()
         for i, some, heads, logits in attention_logits(mixer, streams, at):
             total = (logits + written[some, None, None, :, 0]).logsumexp(-1)
-            found[i, slice(None) if channels else heads, some] = total.transpose(0, 1).float().cpu()
-        totals.setdefault(mixer.layer_idx, []).append(found.flatten(2))
+            found[i, slice(None) if channels else heads, some] = total.transpose(0, 1).float()
+        totals.setdefault(mixer.layer_idx, []).append(found.flatten(2).cpu())  # once: reading waits for a GPU
         return y
 
     with tapped(mixers, tap):

@@ -5,6 +5,7 @@ import torch
 
 from surgery.locating import attribution
 from surgery.locating.attribution import STARTS, attention_logits, attribute, graft_mixers
+from surgery.locating.nulls import null_logits
 from surgery.probes.encoded import Encoded
 from surgery.probes.scoring import logits_at_points
 from surgery.records.plan import Plan
@@ -98,6 +99,13 @@ def test_a_batch_waits_for_a_gpu_for_its_answers_alone(family, monkeypatch):
         attribute(model, encoded, batch_size=1, nulls=nulls)
     assert len(read) == 2 * len(encoded) + len(mixers)
     assert copies.slow == []
+
+
+def test_null_keys_are_read_once_a_layer(monkeypatch):
+    model, read = adopt(make("mamba2")[0]).to(META), list[torch.Size]()
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda m: read.append(m.shape) or torch.zeros(m.shape, dtype=m.dtype))
+    null_logits(model, torch.zeros(2, 19, dtype=torch.long), 0.1)
+    assert len(read) == len(graft_mixers(model))
 
 
 @pytest.mark.parametrize(("gpu", "at_once"), [(False, 1), (True, 4)])
