@@ -42,7 +42,7 @@ COST = 0.1  # nats a question: what costs less means little, though it can be be
 HALF = 0.5  # of a cost: what has to pass through aggregate units; what a group's members must not explain
 OF_LAYER = 16  # units of a needed layer that are measured, beside those that lead
 OTHERS = 48  # such units of all layers, those of the layers that are needed most
-DEEP, SCOUTED = 8, 4  # in a model of more layers, one question of so many tells first which units may be needed
+DEEP, SCREENED = 8, 4  # in a model of more layers, one question of so many tells which units may be needed at a place
 PAIRED = 4  # members of a layer whose pairs are tried
 NAMED = 4  # units of either role that a sentence names
 EDGES = 3  # units of either role between which edges are measured
@@ -140,11 +140,13 @@ class Ablator:
         """Measure other places, on the chosen questions."""
         for each in bar(list(costs), f"roles: {' and '.join(places[:2])}"):
             for place in places:
-                if place == "everywhere" and each.layer == self.last and all(unit.heads for unit in each.units):
-                    query = each.at["query"]
-                    each.at.setdefault(place, query if len(query) == len(self.chosen) else query[self.chosen])
-                elif place not in each.at:
-                    each.at[place] = self.run((each, place))[0]
+                if place in each.at:
+                    continue
+                query, last = each.at.get("query"), each.layer == self.last and all(unit.heads for unit in each.units)
+                if place == "everywhere" and last and query is not None and len(query) == len(self.encoded):
+                    each.at[place] = query[self.chosen]
+                else:
+                    each.at[place] = self.run((each, "query" if place == "everywhere" and last else place))[0]
 
 
 @dataclass
@@ -166,18 +168,9 @@ def find_roles(
     lead = [Costs((unit,), unit.name) for unit in leading]
     layers = whole_layers(ablator)
     convs = [Costs((unit,), unit.name, ("gather",)) for unit in convolutions(ablator.anatomy)]
-    scout = Ablator(model, encoded, chosen[::SCOUTED], batch_size) if len(layers) > DEEP else None
-
-    def worth(costs: Sequence[Costs], places: Sequence[str]) -> list[Costs]:
-        """Those that may be needed at the places, by a few of the questions; all, where the model is not deep."""
-        if scout is None:
-            return list(costs)
-        few = [Costs(each.units, each.name) for each in costs]
-        scout.at_places(few, places)
-        return [each for each, found in zip(costs, few, strict=True) if found.mean(*places) >= COST / 2]
-
+    few = ablator if len(layers) <= DEEP else Ablator(model, encoded, chosen[::SCREENED], batch_size)
     ablator.at_query([*lead, *layers])
-    ablator.at_places(worth([*layers, *convs], ENDS), ENDS)
+    few.at_places([*layers, *convs], ENDS)
     rest: list[Costs] = []
     for layer in sorted(layers, key=lambda layer: -layer.mean("query", *ENDS)):
         mine = [Costs((unit,), unit.name) for unit in others if unit.place == layer.units[0].place]
@@ -185,15 +178,18 @@ def find_roles(
         if layer.mean("query") >= COST:
             ablator.at_query(mine)
         if ends := [place for place in ENDS if layer.mean(place) >= COST]:
-            ablator.at_places(worth(mine, ends), ends)
+            few.at_places(mine, ends)
         rest += mine if layer.mean("query", *ENDS) >= COST else []
-    ablator.at_places(lead)
+    few.at_places(lead)
     tested = [*lead, *rest, *convs, *layers]
     heads = [*lead, *(each for each in rest if each.mean("query", *ENDS) >= COST)]
     convs = [each for each in convs if each.mean(*ENDS) >= COST]
-    found = [group for place in ("query", *ENDS) for group in find_groups(ablator, layers, [*lead, *rest], place)]
+    found = [group for place in ("query", *ENDS) for group in find_groups(ablator, few, layers, [*lead, *rest], place)]
     groups = [*convs, *merge_groups(found)]
     ablator.at_query([*heads, *groups])
+    for each in [*heads, *groups] if few is not ablator else ():  # what may be needed is measured again, on all questions
+        if each.mean("query", *PLACES) >= COST:
+            each.at = {"query": each.at["query"]}
     ablator.at_places([*heads, *groups])
     return name_roles(ablator, heads, groups, layers, len(tested))
 
@@ -208,8 +204,9 @@ def whole_layers(ablator: Ablator) -> list[Costs]:
     return costs
 
 
-def find_groups(ablator: Ablator, layers: Sequence[Costs], members: Sequence[Costs], place: str) -> list[Costs]:
-    """The layers that are needed at a place more than their members explain, each as its pair that does, or as a whole."""
+def find_groups(ablator: Ablator, few: Ablator, layers: Sequence[Costs], members: Sequence[Costs], place: str) -> list[Costs]:
+    """The layers that are needed at a place more than their members explain, each as its pair that does, or as a whole. few:
+    the same on the questions on which places other than the query are screened."""
     groups = list[Costs]()
     roles: tuple[Role, ...] = ("aggregate",) if place == "query" else ("gather",)
     for layer in layers:
@@ -217,7 +214,7 @@ def find_groups(ablator: Ablator, layers: Sequence[Costs], members: Sequence[Cos
         if layer.mean(place) < COST or sum(max(m.mean(place), 0) for m in own) >= HALF * layer.mean(place):
             continue
         pairs = [Costs((*a.units, *b.units), f"{a.name} + {b.name}", roles) for a, b in combinations(own[:PAIRED], 2)]
-        ablator.at_query(pairs) if place == "query" else ablator.at_places(pairs, (place,))
+        ablator.at_query(pairs) if place == "query" else few.at_places(pairs, (place,))
         best = max(pairs, key=lambda pair: pair.mean(place), default=layer)
         whole = Costs(layer.units, layer.name, roles, dict(layer.at))
         groups.append(best if best.mean(place) >= HALF * layer.mean(place) else whole)
