@@ -127,7 +127,7 @@ def main() -> None:
         cells = []
         for card in CARDS.values():
             worse = max(CARDS["H200"][i] / card[i] for i in (0, 1))
-            cells.append(" – ".join(f"{each * worse:.2g}" for each in seconds))
+            cells.append(" \N{EN DASH} ".join(f"{each * worse:.2g}" for each in seconds))
         least = "at least " if make is falcon_mamba else ""
         print(f"| {name} | {work:.0f} | {room:.0f} | " + " | ".join(least + cell for cell in cells) + " |")
 
