@@ -64,7 +64,7 @@ def heads_of(entry: dict) -> str:
 
 def tables(entries: list[dict]) -> str:
     """A table a base: accuracies, the divergence on text, and the share of its tokens on which the gate acts."""
-    fitted = json.loads((HERE / "skills.json").read_text())["bases"] if (HERE / "skills.json").exists() else {}
+    fitted = json.loads((HERE / "skills.json").read_text())["seeds"][str(SEEDS[0])] if (HERE / "skills.json").exists() else {}
     columns, lines = ("kv.64", "kv_unseen.64", "multiple_choice", "knowledge"), []
     for entry in entries:
         models, ways = entry["report"]["models"], fitted.get(entry["base"], {})
@@ -90,7 +90,7 @@ def draw(entries: list[dict]) -> None:
     import matplotlib.pyplot as plt
 
     entries = [entry for entry in entries if entry["seed"] == SEEDS[0]]
-    fitted = json.loads((HERE / "skills.json").read_text())["bases"] if (HERE / "skills.json").exists() else {}
+    fitted = json.loads((HERE / "skills.json").read_text())["seeds"][str(SEEDS[0])] if (HERE / "skills.json").exists() else {}
     figure, panels = plt.subplots(2, len(entries), figsize=(3.6 * len(entries), 6.4), sharex=True, squeeze=False)
     least, marks = 1e-9, dict(zip(GATES, "sDo^v", strict=True))
     for column, entry in zip(panels.T, entries, strict=True):

@@ -1,7 +1,7 @@
 """What tells a match that the base needs for itself, in multiple choice, from one that the user wants, in a dictionary?
 
     python recipes/evidence/gate/skills.py                    tiny-skills and tiny-letters, about 20 minutes of one core
-    python recipes/evidence/gate/skills.py tiny-options ...   other bases, of checkpoints/ or runs/circuit/: 4 minutes each
+    python recipes/evidence/gate/skills.py tiny-options 4 5   other bases and seeds, about 5 minutes each
 
 At the last token of training questions of both kinds, of a base without grafts: how well the log-sum-exp of a located head's
 scores tells them apart (a constant null key can do no better), and how well a linear function of the query does, fitted on
@@ -12,8 +12,9 @@ other questions. Then grafts with g = 1 and a null key whose logit is b + w . q 
   dictionaries, and closed on text and on training questions of the other skills; before tuning, and tuned without the
   divergence on skills.
 
-gate.json has the same heads and questions with a constant null key. Of other bases, a constant null key and the fitted one are
-measured, both tuned. Finished cells of skills.json are kept. Fills the last table of README.md.
+gate.json has the same heads and questions with a constant null key. Of other bases and seeds, the scalar gate of 0.30, a
+constant null key and the fitted one are measured, all tuned. A seed draws what locate asks, what tuning sees and what is
+measured. Finished cells of skills.json are kept. Fills the last table of README.md.
 """
 
 import json
@@ -43,8 +44,10 @@ WAYS = {  # name -> weight of the KL divergence on skills, how the null key read
     "fitted, untrained": (0.0, "fitted", False),
     "fitted": (0.0, "fitted", True),
     "constant": (0.0, None, True),
+    "scalar 0.5": (0.0, None, True),
 }
-MAIN, OTHER = ("tiny-skills", "tiny-letters"), ("base", "constant", "fitted")  # what is measured of all bases but these two
+MAIN = ("tiny-skills", "tiny-letters")
+OTHER = ("base", "scalar 0.5", "constant", "fitted")  # what is measured of all other bases, and of all but the first seed
 BEGIN = "<!-- filled by skills.py -->"
 KINDS = {"dictionary": ("kv", {"pairs": 64, "keys": "seen"}), "multiple choice": ("choice", {"part": "tune"})}
 ASKED = {
@@ -113,43 +116,53 @@ def measure(base, tokenizer, plan, way: str, seed: int) -> dict:
     return found | {"on_text": measure_on_text(adopt(base).eval(), hybrid.eval(), rows, owner, 16).model_dump()}
 
 
-def table(bases: dict) -> str:
-    """Every base with its constant and its fitted null key."""
+def table(seeds: dict) -> str:
+    """Every base with each gate: means over seeds, and the least and the largest."""
     columns = ("kv.64", "kv_unseen.64", "multiple_choice", "knowledge")
-    lines = ["| base | null key | 64 pairs | new keys | multiple choice | facts | KL on text |", "|---" * 7 + "|"]
-    for name, cells in bases.items():
+    lines = ["| base | seeds | gate | 64 pairs | new keys | multiple choice | facts | KL on text |", "|---" * 8 + "|"]
+
+    def shown(values: list[float]) -> str:
+        mean = f"{sum(values) / len(values):.3f}"
+        return mean if len(values) == 1 else f"{mean} ({min(values):.3f} \N{EN DASH} {max(values):.3f})"
+
+    for name in dict.fromkeys(name for bases in seeds.values() for name in bases):
         for way in OTHER:
-            if way in cells:
-                shown = " | ".join(f"{cells[way][column]['mean']:.3f}" for column in columns)
-                lines.append(f"| {name} | {way} | {shown} | {cells[way]['on_text']['kl']['mean']:.1e} |")
+            cells = [bases[name][way] for bases in seeds.values() if way in bases.get(name, {})]
+            if cells:
+                scores = " | ".join(shown([cell[column]["mean"] for cell in cells]) for column in columns)
+                kl = sum(cell["on_text"]["kl"]["mean"] for cell in cells) / len(cells)
+                lines.append(f"| {name} | {len(cells)} | {way} | {scores} | {kl:.1e} |")
     return "\n".join(lines)
 
 
-def main(*names: str) -> None:
-    seed = SEEDS[0]
-    cells = {"version": installed_version("mamba-surgery"), "seed": seed, "bases": {}}
-    cells = json.loads(RECORD.read_text()) if RECORD.exists() else cells
-    for name in names or MAIN:
-        folder = next(each / name for each in (ROOT / "checkpoints", ROOT / "runs" / "circuit") if (each / name).is_dir())
-        base, tokenizer = surgery.load(str(folder))
-        kept = cells["bases"].setdefault(name, {})
-        pairs, units = BASES.get(name, (32, 2))
-        probe = make_probe("kv", tokenizer, pairs=pairs, keys="seen")
-        ranking = None
-        for way in (*OTHER, *(("overlap", *WAYS) if name in MAIN else ())):
-            if way in kept:
-                continue
-            options = surgery.Locate(roles=0, options={"pairs": pairs})
-            ranking = ranking or surgery.locate(base, tokenizer, probe.questions(128, seed), options)
-            choice = surgery.PlanOptions(heads=units, gate=1.0, keep_skills=way.startswith("fitted"))
-            unseen = probe.questions(128, seed + 10_007)
-            plan = surgery.choose(base, tokenizer, ranking, choice, surgery.Data(), seed=seed, questions=unseen)
-            given = base, tokenizer, plan
-            kept[way] = overlap(*given, seed) if way == "overlap" else measure(*given, way, seed)
-            write_text(RECORD, json.dumps(cells, indent=1) + "\n")
+def main(*given: str) -> None:
+    record = {"version": installed_version("mamba-surgery"), "seeds": {}}
+    record = json.loads(RECORD.read_text()) if RECORD.exists() else record
+    names = [each for each in given if not each.isdecimal()]
+    for seed in [int(each) for each in given if each.isdecimal()] or [SEEDS[0]]:
+        for name in names or MAIN:
+            folder = next(each / name for each in (ROOT / "checkpoints", ROOT / "runs" / "circuit") if (each / name).is_dir())
+            base, tokenizer = surgery.load(str(folder))
+            kept = record["seeds"].setdefault(str(seed), {}).setdefault(name, {})
+            pairs, units = BASES.get(name, (32, 2))
+            probe = make_probe("kv", tokenizer, pairs=pairs, keys="seen")
+            ranking = None
+            for way in (*OTHER, *(("overlap", *WAYS) if name in MAIN and seed == SEEDS[0] else ())):
+                if way in kept:
+                    continue
+                options = surgery.Locate(roles=0, options={"pairs": pairs})
+                ranking = ranking or surgery.locate(base, tokenizer, probe.questions(128, seed), options)
+                choice = surgery.PlanOptions(heads=units, gate=1.0, keep_skills=way.startswith("fitted"))
+                if way == "scalar 0.5":
+                    choice = surgery.PlanOptions(heads=units, gate=0.5, share=None)
+                unseen = probe.questions(128, seed + 10_007)
+                plan = surgery.choose(base, tokenizer, ranking, choice, surgery.Data(), seed=seed, questions=unseen)
+                of = base, tokenizer, plan
+                kept[way] = overlap(*of, seed) if way == "overlap" else measure(*of, way, seed)
+                write_text(RECORD, json.dumps(record, indent=1) + "\n")
     page = RECORD.with_name("README.md")
     before, _, rest = page.read_text().partition(BEGIN)
-    write_text(page, f"{before}{BEGIN}\n\n{table(cells['bases'])}\n{rest[rest.index(chr(10) * 2 + '#') :]}")
+    write_text(page, f"{before}{BEGIN}\n\n{table(record['seeds'])}\n{rest[rest.index(chr(10) * 2 + '#') :]}")
 
 
 if __name__ == "__main__":
