@@ -136,6 +136,8 @@ def _unexpected(error: BaseException) -> str:
     first = (str(error).strip().splitlines() or ["no message"])[0]
     if "No space left on device" in first:  # some libraries have errors of their own for it
         return f"the disk is full: {first}"
+    if isinstance(error, MemoryError) or "allocate memory" in first or "out of memory" in first:
+        return f"there is not enough memory: {first}; lower sizes of batches or lengths"
     return f"{type(error).__name__}: {first} (SURGERY_TRACEBACK=1 shows where; please report it)"
 
 

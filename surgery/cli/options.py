@@ -74,7 +74,7 @@ def read_config(name: str) -> dict[str, Any]:
         return {}
     try:
         held = json.loads(read_text(path))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is no JSON: {error}") from error
     return held if isinstance(held, dict) else {}
 
@@ -85,7 +85,7 @@ def read_record(path: Path, kind: Any) -> Any:
     text = read_text(path)
     try:
         keys = set(json.loads(text))
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, RecursionError):
         keys = set()
     wanted = kind.__name__.lower()
     other = next((name for name, marks in KINDS.items() if name != wanted and marks <= keys), None)

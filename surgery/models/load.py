@@ -227,7 +227,7 @@ def read_config(folder: Path, trust_remote_code: bool = False) -> Any:
         raise UserError(f"cannot read {path}: {one_line(error)}") from error
     config.return_dict = True
     text = config.get_text_config(decoder=True)
-    for name in ("chunk_size", "mamba_chunk_size"):
+    for name in ("hidden_size", "vocab_size", "chunk_size", "mamba_chunk_size"):
         if not isinstance(getattr(text, name, 1), int) or getattr(text, name, 1) < 1:
             raise UserError(f"{path}: {name} is {getattr(text, name)!r}; it has to be a whole number from 1 on")
     check_grafts(path, getattr(config, "grafts", None) or [], getattr(text, "num_hidden_layers", None))
@@ -252,6 +252,8 @@ def check_grafts(path: Path, grafts: Any, layers: Any) -> None:
             raise UserError(f"{path}: layer {layer} has {what}; 0.30.0 was the last version that had it")
         if not 0 <= layer < layers:
             raise UserError(f"{path}: a graft is in layer {layer}, and there are {layers} layers")
+        if not isinstance(below := entry.get("closed_below", 0.0), int | float) or not 0 <= below < 1:
+            raise UserError(f"{path}: closed_below of layer {layer} is {below!r}; it has to be a number from 0 to below 1")
 
 
 def read_tokenizer(place: str | Path, trust_remote_code: bool = False) -> Any:

@@ -41,7 +41,7 @@ class Plan(Record):
     """A Transformer whose attention weights a layer graft starts from; None: it starts at random. For kind layer."""
     donor_layers: dict[str, int] = {}
     """Layer -> the donor's layer ("L3" -> 7); by default the same number. For kind layer."""
-    seed: int = 0
+    seed: int = Field(default=0, ge=0, lt=2**32)
     """The seed of what starts at random."""
     provenance: Provenance | None = None
 

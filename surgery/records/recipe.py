@@ -271,7 +271,7 @@ class Bench(Record):
     """Tokens of a window."""
     contexts: Counts = (256, 1024, 4096)
     """Lengths in tokens at which decoding is timed and the cache is counted. []: none."""
-    batches: Counts = (1,)
+    batches: Annotated[tuple[Rows, ...], BeforeValidator(_several)] = (1,)
     """Batch sizes at which decoding is timed."""
     batch_size: Rows = 64
     """Sequences in a forward pass. The scores do not depend on it."""

@@ -103,7 +103,7 @@ def check_output_file(out: str | Path, inputs: Iterable[str | Path], *, overwrit
             raise UserError(f"{out} is there already; --overwrite replaces it")
         try:
             ours = set(marks) <= set(json.loads(read_text(out)))
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, RecursionError):
             ours = False
         if not ours:
             raise UserError(f"{out} was not written by this command, so it is not replaced; choose another --out")

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import peft
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -53,12 +52,3 @@ def test_whatever_changes_the_function_changes_the_fingerprint(name: str) -> Non
     hybrid.config.use_cache, hybrid.config.eos_token_id = False, 7
     look()
     assert len(seen) == 5
-
-
-def test_a_merged_lora_changes_the_base() -> None:
-    base = make("mamba2")
-    before = fingerprint(base)
-    learns = peft.get_peft_model(adopt(base), peft.LoraConfig(target_modules=["in_proj"], init_lora_weights=False))
-    assert fingerprint(base) == before
-    learns.merge_and_unload()
-    assert fingerprint(base) != before

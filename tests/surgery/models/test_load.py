@@ -166,6 +166,8 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "a kernel of the Hub": (lambda folder: edit(folder, attn_implementation="evil/kernel"), "attn_implementation"),
     "chunk size": (lambda folder: edit(folder, chunk_size=0), "chunk_size"),
+    "no words": (lambda folder: edit(folder, vocab_size=-5), "vocab_size is -5"),
+    "a share that is none": (grafted(closed_below="x", **HEAD), "closed_below"),
     "depth": (lambda folder: edit(folder, num_hidden_layers=10**9), "layers"),
     "depth beside an empty part": (lambda folder: edit(folder, num_hidden_layers=10**9, text_config={}), "layers"),
     "depth by another name": (lambda folder: edit(folder, model_type="mpt", n_layers=10**9), "layers"),
