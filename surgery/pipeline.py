@@ -199,7 +199,10 @@ def _finish(
     verify: str,
 ) -> Report:
     """Stages bench and export."""
-    counts = {name: sum(p.numel() for p in models[name].parameters() if p.requires_grad) for name in trained}
+    base, lora = adopt(models["base"]), recipe.tune.lora
+    adapted = [base.get_submodule(name) for name in match_targets(base, lora)] if lora else []
+    merged = sum(lora.r * sum(module.weight.shape) for module in adapted) if lora else 0  # adapters, which are merged by now
+    counts = {name: merged + sum(p.numel() for p in models[name].parameters() if p.requires_grad) for name in trained}
     with output.folder("measured") as folder:
         report = bench(
             models,

@@ -24,7 +24,7 @@ BASE = str(ROOT / "checkpoints" / "tiny-mamba2")
 FEW = (
     "locate.examples=8 locate.options.pairs=4 locate.roles=0 plan.heads=1 tune.steps=2 tune.batch_size=2 "
     "tune.text_batch_size=1 bench.limit=4 bench.pairs=[4] bench.windows=2 bench.window=64 bench.contexts=[] "
-    "bench.controls=[same_layer]"
+    "bench.controls=[same_layer] tune.lora.target_modules=out_proj tune.lora.r=2"
 ).split()
 STAGES = ("locate", "choose", "tune", "bench", "write_export")
 
@@ -70,7 +70,9 @@ def test_a_run_leaves_each_stages_file(ran):
     assert {"ranking.json", "plan.json", "recipe.yaml", "report.json", "report.md", "report.html", "hybrid/config.json"} <= held
     report = Report.read(ran / "report.json")
     assert list(report.models) == ["base", "spliced", "tuned", "control_same_layer"]
-    assert load(ran / "hybrid")[0].config.grafts
+    hybrid, _ = load(ran / "hybrid")
+    adapters = 4 * 2 * sum(hybrid.backbone.layers[0].mixer.out_proj.weight.shape)
+    assert report.models["tuned"].trained == adapters + sum(p.numel() for p in hybrid.graft_parameters().values())
 
 
 @pytest.mark.parametrize(
