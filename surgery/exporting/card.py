@@ -61,17 +61,20 @@ def _metadata(record: Any) -> str:
 
 def _describe(record: Any, plan: Plan | None) -> str:
     base = f"`{record.base.name}`"
+    parts = sorted({name.removesuffix(".weight").rpartition(".")[2] for name in record.changed})
+    changed = f" The base's own weights were changed, too, as by merged adapters: {len(record.changed)} of its tensors "
+    changed = f"{changed}({escape(', '.join(parts))})." if parts else ""
     if plan is None:
-        return f"A model made of {base} ({record.model_type})."
+        return f"A model made of {base} ({record.model_type}).{changed}"
     sites = ", ".join(f"`{site}`" for site in plan.sites)
     if plan.kind == "layer":
         start = f"with the weights of `{plan.donor}`" if plan.donor else "at random"
-        return f"A hybrid of {base}: ordinary attention in the place of the mixer at {sites}, which started {start}."
+        return f"A hybrid of {base}: ordinary attention in the place of the mixer at {sites}, which started {start}.{changed}"
     heads = [(site.layer, head) for site in plan.sites for head in site.heads]
     said = f"A hybrid of {base}: gated attention beside the SSM at the heads {sites}, {record.parameters:,} new parameters."
     if any(plan.start(layer, head).null is not None for layer, head in heads):
-        said += " Attention acts only where it has found something; elsewhere the head computes what the base's computes."
-    return said
+        said += " Attention acts only where it has found something; elsewhere the head computes what its SSM computes."
+    return said + changed
 
 
 def _measured(report: Report | None, record: Any) -> list[str]:

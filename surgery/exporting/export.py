@@ -2,6 +2,7 @@
 
 import importlib
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from surgery.records.record import Record, installed_version
 from surgery.records.report import Report
 from surgery.runtime.files import MANIFEST, file_digest, open_output, write_text
 from surgery.runtime.progress import say
+from surgery.splicing.splice import changed_since_splice
 
 RECORD, PLAN, REPORT = "export.json", "plan.json", "report.json"
 # Format -> one line about it, and where its writer is: write(hybrid, tokenizer, folder, **options). "hf" and "patch" are read
@@ -59,6 +61,8 @@ class Export(Record):
     """Of the live model, and so of what its reader loads."""
     parameters: int
     """How many numbers the grafts hold."""
+    changed: tuple[str, ...] = ()
+    """The base's own tensors that hold other values than in the base, as after merging adapters."""
     proof: Proof | None
     """None: its format is for another program."""
     files: dict[str, str]
@@ -135,6 +139,11 @@ def write_export(
         if reader is not None:
             proof = prove(process, hybrid, len(tokenizer), folder, reader=reader, verify=verify, base=str(place))
             say(f"export: {proof}")
+    changed = set(changed_since_splice(hybrid))
+    with suppress(UserError):  # of the folder that the hybrid was loaded from, if it is an export
+        changed |= set(Export.read(Path(folder_of, RECORD)).changed if (folder_of := hybrid.name_or_path) else ())
+    if changed:
+        say(f"export: {len(changed)} of the base's own tensors were changed ('{min(changed)}'), as the card says")
     record = Export(
         format=format,
         toolkit=installed_version("mamba-surgery"),
@@ -143,6 +152,7 @@ def write_export(
         base=find_origin(place, home),
         fingerprint=name.result(),
         parameters=sum(p.numel() for p in getattr(hybrid, "graft_parameters", dict)().values()),
+        changed=tuple(sorted(changed)),
         proof=proof,
         files=files.result(),
     )

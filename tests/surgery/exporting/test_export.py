@@ -178,6 +178,14 @@ def test_the_tokenizer_keeps_a_class_that_older_versions_know(tmp_path, in_proce
     assert json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())["tokenizer_class"] == written
 
 
+def test_a_base_that_adapters_were_merged_into_is_said_to_be_changed(base, tmp_path, in_process):
+    live, tokenizer = hybrid_of(base)
+    merged = get_peft_model(live, LoraConfig(target_modules=["out_proj"], init_lora_weights=False)).merge_and_unload()
+    export(merged, tokenizer, tmp_path / "merged", plan=PLAN, base=base)
+    export(load(tmp_path / "merged")[0], tokenizer, tmp_path / "again", plan=PLAN, base=base)
+    assert "2 of its tensors (out\\_proj)" in (tmp_path / "again" / "README.md").read_text()
+
+
 def test_unmerged_adapters_and_unknown_ways_are_refused(hybrid, base, tmp_path):
     adapted = get_peft_model(hybrid_of(base)[0], LoraConfig(r=2, target_modules=["in_proj"]))
     with pytest.raises(UserError, match="merge"):
