@@ -90,12 +90,16 @@ def share_closed(base: np.ndarray, edited: np.ndarray, full: np.ndarray) -> Esti
     are its own: the interval is then over both. It holds every share r at which the mean of (edited - base) - r (full - base)
     may be 0 (Fieller), by the interval that means of other numbers have here. The share may be negative or above 1. None where
     the gap itself is not shown, that is where the interval of full - base reaches 0, because Fieller's set is then not bounded.
+    Of decisions the interval counts one question more that was gained and one that was not, as that of a difference does:
+    otherwise it would have no width where all are gained.
     """
     base, edited, full = (np.asarray(values, dtype=float) for values in (base, edited, full))
     gain, gap, n = edited - base, full - base, len(base)
     if n < 3 or any(each.low <= 0 <= each.high for each in (difference(base, full), _first(column_intervals(gap[:, None])))):
         return None
     share = float(gain.mean() / gap.mean())
+    if is_decisions(np.stack([base, edited, full])):
+        gain, gap = np.append(gain, (1, 0)), np.append(gap, (1, 1))
 
     def inside(r: float) -> float:
         """At least 0 where r is in the set."""

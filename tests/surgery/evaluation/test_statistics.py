@@ -122,6 +122,13 @@ def test_shares_over_seeds_are_covered_where_some_gain_nothing(seeds, least):
     assert np.mean([each.low <= truth <= each.high for each in shown]) >= least
 
 
+def test_a_share_is_not_certain_where_all_is_gained():
+    right, base = np.ones(300), (np.arange(300) % 6 == 0).astype(float)
+    found = share_closed(base, right, right)
+    assert found.mean == 1
+    assert 0.97 < found.low < 0.995
+
+
 def test_no_share_of_a_gap_that_is_not_shown():
     rng = np.random.default_rng(0)
     base, edited, full = (rng.random((3, 200)) < 0.5).astype(float)
