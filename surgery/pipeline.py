@@ -35,6 +35,7 @@ from surgery.tuning.controls import PLANS, SLOW, SLOW_RATE, control_plan, traina
 from surgery.tuning.examples import Batches
 from surgery.tuning.loop import tune
 from surgery.tuning.lora import match_targets
+from surgery.tuning.text import knows
 
 R = TypeVar("R", bound=Record)
 NULL_ROWS = 16  # of text, on which attribution sets the null keys of all heads
@@ -140,8 +141,11 @@ def ask_about(tokenizer: Any, recipe: Recipe, seed: int, **more: Any) -> list[Qu
 def locate_heads(base: Any, tokenizer: Any, recipe: Recipe, print_: str) -> Ranking:
     """Stage locate: the ranking of the heads, by grafts as the plan will have them. print_: the base's fingerprint."""
     nulls, adopted = None, adopt(base)
-    if recipe.plan.kind == "head" and recipe.plan.share is not None and graft_mixers(adopted):
-        nulls = null_logits(adopted, read_plain_text(tokenizer, recipe.data, NULL_ROWS, recipe.seed), recipe.plan.share)
+    share = recipe.plan.share if recipe.plan.kind == "head" and graft_mixers(adopted) else None
+    if share is not None and not knows(recipe.data.train_text, tokenizer):
+        say("locate: no text of the kind that the model knows (data.train_text): ranked by attention at every token")
+    elif share is not None:
+        nulls = null_logits(adopted, read_plain_text(tokenizer, recipe.data, NULL_ROWS, recipe.seed), share)
     ranking = locate(base, tokenizer, ask_about(tokenizer, recipe, recipe.seed), recipe.locate, nulls=nulls)
     return ranking.model_copy(update={"provenance": provenance(recipe.model, print_, recipe.seed, recipe.public())})
 

@@ -20,7 +20,7 @@ from surgery.records.site import Site, merge_sites
 from surgery.runtime.progress import say
 from surgery.splicing.splice import splice
 from surgery.tuning.examples import data_skills
-from surgery.tuning.text import open_text, text_rows
+from surgery.tuning.text import check_known, open_text, text_rows
 
 ROWS, TOKENS = 64, 256  # of text on which null keys are set
 
@@ -45,6 +45,8 @@ def choose(
     units = [each for each in ranking.heads if each.kind == "ssm"]
     if not units:
         raise UserError("the model has no SSM head that could become attention")
+    if ranking.accuracy.low <= ranking.chance:
+        say("the base answers these questions no better than chance, so the ranking does not say which heads retrieve")
     if options.kind == "layer":
         layers = dict.fromkeys(each.site.layer for each in units)  # whose heads lead the ranking
         return Plan(
@@ -110,7 +112,9 @@ def make_plan(
 
 
 def read_plain_text(tokenizer: PreTrainedTokenizerBase, data: Data, rows: int, seed: int) -> Tensor:
-    """(rows, TOKENS) ids of data.train_text, on which null keys are set."""
+    """(rows, TOKENS) ids of data.train_text, on which null keys are set. Raises UserError for text that cannot be read, or that
+    the model does not know."""
+    check_known(data.train_text, tokenizer)
     ids, _ = text_rows(open_text(data.train_text, data.column), tokenizer, TOKENS, range(rows), seed)
     return ids
 

@@ -25,7 +25,7 @@ from surgery.probes.question import Question, with_spans
 from surgery.records.recipe import TOY, Data, Tune
 from surgery.runtime.files import read_text
 from surgery.tuning.losses import IGNORE, Part
-from surgery.tuning.text import Source, check_apart, open_text, text_rows
+from surgery.tuning.text import Source, check_apart, check_known, open_text, text_rows
 
 QUERIES = 8  # questions after a dictionary
 FIRST_SEED = 1 << 63
@@ -185,9 +185,12 @@ class Batches:
     """What each step sees."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, options: Tune, data: Data, seed: int):
-        """Raises UserError for examples, text or skills that cannot be read."""
+        """Raises UserError for examples, text or skills that cannot be read, and for text that the model does not know."""
         self.tokenizer, self.options, self.data, self.seed = tokenizer, options, data, seed
-        self.sources: list[Source] = open_text(data.train_text, data.column) if options.text_batch_size else []
+        self.sources: list[Source] = []
+        if options.text_batch_size:
+            check_known(data.train_text, tokenizer)
+            self.sources = open_text(data.train_text, data.column)
         if data.held_out_text != TOY and any(source.name != TOY for source in self.sources):
             held_out = "\n".join(open_text([data.held_out_text], data.column)[0].documents)
             check_apart(held_out, self.sources, MEASURED)

@@ -27,6 +27,7 @@ from transformers import PreTrainedTokenizerBase
 
 from surgery.errors import UserError
 from surgery.probes.toy import document
+from surgery.probes.toy_tokenizer import is_toy_tokenizer
 from surgery.records.recipe import HUB_ID, TOY
 from surgery.runtime.files import read_text
 
@@ -94,6 +95,20 @@ class Source:
         ids = tokenizer(text, add_special_tokens=not (is_cut or self.divided), verbose=False)["input_ids"]
         begin = rng.randrange(max(1, len(ids) - tokens + 1))
         return ids[begin : begin + tokens]
+
+
+def knows(names: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether a model may know these texts: the built-in toy data is known to the built-in models alone."""
+    return TOY not in names or is_toy_tokenizer(tokenizer)
+
+
+def check_known(names: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise UserError for the built-in toy data and a model that does not know it."""
+    if not knows(names, tokenizer):
+        raise UserError(
+            "the model does not know the built-in toy data; name a file of text of the kind that it knows: "
+            "--set data.train_text=[FILE]"
+        )
 
 
 def open_text(names: Sequence[str], column: str = "text") -> list[Source]:

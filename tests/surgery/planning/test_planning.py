@@ -5,15 +5,17 @@ import torch
 
 from surgery.errors import UserError
 from surgery.modeling.graft import watched
+from surgery.pipeline import locate_heads
 from surgery.planning.calibrate import calibrate, fit_queries, solve_null
 from surgery.planning.choose import choose, make_plan, read_plain_text
 from surgery.probes import make_probe
 from surgery.probes.encoded import encode
 from surgery.records.plan import Plan, Start
 from surgery.records.ranking import Estimate, HeadScore, Ranking
-from surgery.records.recipe import Data, PlanOptions
+from surgery.records.recipe import Data, PlanOptions, Tune, make_recipe
 from surgery.records.site import Site
 from surgery.splicing.splice import splice
+from surgery.tuning.examples import Batches
 from tests.surgery.modeling import bases
 from tests.surgery.tuning.small import TOKENIZER, toy_base
 
@@ -58,6 +60,19 @@ def test_untrained_grafts_are_open_on_their_share(family, share):
 def test_a_null_key_is_solved_for_its_share(share):
     lse = torch.randn(4000, generator=torch.Generator().manual_seed(1)).double() * 10
     assert float((lse - solve_null(lse, share)).sigmoid().mean()) == pytest.approx(share, rel=0.01)
+
+
+def test_null_keys_are_not_set_on_toy_text_for_a_model_that_does_not_know_it(base, monkeypatch, capsys):
+    monkeypatch.setattr("surgery.tuning.text.is_toy_tokenizer", lambda _: False)
+    with pytest.raises(UserError, match="toy data"):
+        choose(base, TOKENIZER, LEADING, PlanOptions(heads=1))
+    with pytest.raises(UserError, match="toy data"):
+        Batches(TOKENIZER, Tune(steps=1), Data(), 0)
+    ranked = locate_heads(base, TOKENIZER, make_recipe({"model": "m", "locate": {"examples": 2, "roles": 0}}, "m"), "0")
+    choose(base, TOKENIZER, ranked, PlanOptions(heads=1, share=None))
+    said = capsys.readouterr().err
+    assert "locate: no text" in said
+    assert "no better than chance" in said
 
 
 @pytest.mark.parametrize("family", ["mamba2", "mamba"])
