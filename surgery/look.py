@@ -8,7 +8,6 @@ located, and larger ones are not asked.
 import contextlib
 import math
 import os
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -34,14 +33,14 @@ from surgery.records.recipe import TOY, Data
 from surgery.records.record import Record, installed_version
 from surgery.records.site import Site
 from surgery.runtime.files import file_digest, settings_digest
-from surgery.runtime.processes import threads_for
+from surgery.runtime.processes import SMALL, threads_for
 from surgery.runtime.progress import bar, size
 from surgery.splicing.splice import adopt, splice
 
 PAIRS = (4, 8, 16, 32, 64)  # entries of a dictionary
 SKILLS = {"choice": "multiple choice", "knowledge": "facts"}
-MOST, LEAST, DECIDING = 128, 32, 64  # questions of a kind; at least so many; of the smallest dictionaries, which decide
-SECONDS = 1.0  # for the questions of a kind, beyond the least
+MOST = 128  # questions of a kind
+LEAST, DECIDING = 32, 64  # of a large model on a processor; and of the smallest dictionaries, which decide
 SEED = 70_001  # added to the seed: no other questions have it
 WINDOWS, WINDOW = 16, 256  # of text
 SHORT, LONG = 64, 128  # tokens of the prompts from whose caches longer ones are counted
@@ -233,15 +232,11 @@ def _what_can_be_edited(model: Any) -> tuple[tuple[int, ...], int, str]:
 
 
 def _ask(model: Any, tokenizer: Any, questions: Sequence[Question], least: int) -> Score:
-    """Ask as many of the questions as there is time for, and at least so many."""
-    right: list[bool] = []
-    begun, count = time.monotonic(), 4
-    while count > 0 and len(right) < len(questions):
-        right += answer(model, tokenizer, questions[len(right) : len(right) + count]).correct.tolist()
-        each = (time.monotonic() - begun) / len(right)
-        count = max(least - len(right), min(int(SECONDS / each) - len(right), 2 * len(right)))
-    chance = float(np.mean([question.chance for question in questions[: len(right)]]))
-    return Score(accuracy=estimate(np.array(right, dtype=float)), chance=chance)
+    """Ask the questions; of a large model on a processor only so many. By the clock a look would not be the same twice."""
+    if model.device.type == "cpu" and sum(p.numel() for p in model.parameters()) > SMALL:
+        questions = questions[:least]
+    right = answer(model, tokenizer, questions).correct
+    return Score(accuracy=estimate(right.astype(float)), chance=float(np.mean([question.chance for question in questions])))
 
 
 def _find_steps(model: Any, tokenizer: Any, seed: int, speed: float) -> str:
