@@ -85,10 +85,14 @@ class Ablator:
         self.replays = [(at, Replay(model, self.anatomy.blocks, batch)) for at, batch in batches]
         self.last = max(place.layer for place in self.anatomy.mixers)
         guess = [(batch.encoded.choices.double().log() - batch.loss).mean() for _, batch in self.replays]
+        self.known: dict[frozenset[tuple[str, str]], tuple[np.ndarray, np.ndarray]] = {}  # what run has found
         self.guess = float(np.mean(guess)) if bool((encoded.choices > 1).all()) else np.inf  # what guessing costs, in nats
 
     def run(self, *edits: tuple[Costs, str]) -> tuple[np.ndarray, np.ndarray]:
         """(chosen,): by how many nats the loss rises where units are ablated, each at its place, and who is right then."""
+        key = frozenset((costs.name, place) for costs, place in edits)
+        if key in self.known:
+            return self.known[key]
         parts = [(unit, place) for costs, place in edits for unit in costs.units]
         # Behind the last mixer nothing but the query is looked at. A convolution is before its mixer.
         parts = [(unit, place) for unit, place in parts if not unit.heads or unit.layer < self.last or place == "query"]
@@ -99,6 +103,7 @@ class Ablator:
                 with ablated([(unit, replay.mask(place)) for unit, place in parts]):
                     loss, correct = replay.run(min(unit.layer for unit, _ in parts))
             rise[at], right[at] = loss - replay.loss, correct
+        self.known[key] = rise, right
         return rise, right
 
     def at_query(self, costs: Iterable[Costs]) -> None:
@@ -170,7 +175,15 @@ def find_roles(
     convs = [Costs((unit,), unit.name, ("gather",)) for unit in convolutions(ablator.anatomy)]
     few = ablator if len(layers) <= DEEP else Ablator(model, encoded, chosen[::SCREENED], batch_size)
     ablator.at_query([*lead, *layers])
-    few.at_places([*layers, *convs], ENDS)
+
+    def screen(costs: Sequence[Costs], places: Sequence[str]) -> None:
+        """Measure places. In a deep model what is not needed at the ends of all records is not asked for at the end of one."""
+        if few is not ablator and "spans" in places:
+            few.at_places(costs, ("spans",))
+            costs = [each for each in costs if each.mean("spans") >= COST / 2]
+        few.at_places(costs, places)
+
+    screen([*layers, *convs], ENDS)
     rest: list[Costs] = []
     for layer in sorted(layers, key=lambda layer: -layer.mean("query", *ENDS)):
         mine = [Costs((unit,), unit.name) for unit in others if unit.place == layer.units[0].place]
@@ -178,7 +191,7 @@ def find_roles(
         if layer.mean("query") >= COST:
             ablator.at_query(mine)
         if ends := [place for place in ENDS if layer.mean(place) >= COST]:
-            few.at_places(mine, ends)
+            screen(mine, ends)
         rest += mine if layer.mean("query", *ENDS) >= COST else []
     few.at_places(lead)
     tested = [*lead, *rest, *convs, *layers]
@@ -190,6 +203,7 @@ def find_roles(
     for each in [*heads, *groups] if few is not ablator else ():  # what may be needed is measured again, on all questions
         if each.mean("query", *PLACES) >= COST:
             each.at = {"query": each.at["query"]}
+    few.at_places([*heads, *groups], ("everywhere",))  # is shown; no role rests on it
     ablator.at_places([*heads, *groups])
     return name_roles(ablator, heads, groups, layers, len(tested))
 
