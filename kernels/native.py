@@ -58,7 +58,7 @@ def load(name: str) -> ctypes.CDLL:
     try:
         cache = os.environ.get("XDG_CACHE_HOME", "")
         cache = cache if os.path.isabs(cache) else os.path.expanduser("~/.cache")
-        return _kept(Path(cache) / "surgery" / file, command)
+        return _kept(Path(cache) / "mamba-surgery" / "kernels" / file, command)
     except OSError:  # read-only, full, or mounted so that nothing in it may be executed
         with tempfile.TemporaryDirectory(prefix="surgery-") as folder:  # what is loaded stays when its file is gone
             return _build(Path(folder) / file, command)

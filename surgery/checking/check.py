@@ -52,8 +52,13 @@ class CheckReport:
         width = max(len(finding.law) for finding in self.findings)
         for finding in self.findings:
             measured = finding.verdict in ("wrong", "right") and math.isfinite(finding.difference)
-            apart, where = f"{finding.difference:.1e}" if measured else "", "" if finding.verdict == "right" else finding.where
-            lines.append(f"{finding.verdict:<14}  {finding.law:<{width}}  {apart:<8}{where}".rstrip())
+            apart = (
+                f"{finding.difference:.1e} {'<=' if finding.verdict == 'right' else '>'} {finding.bound:.1e}"
+                if measured
+                else ""
+            )
+            where = "" if finding.verdict == "right" else finding.where
+            lines.append(f"{finding.verdict:<14}  {finding.law:<{width}}  {apart:<20}{where}".rstrip())
             if finding.verdict == "wrong":
                 lines.append(f"{'':<14}  {finding.meaning}; instead: {finding.advice}")
         return "\n".join(lines)

@@ -112,7 +112,7 @@ def _list(folder: Path) -> None:
         held = {path.name for path in folder.iterdir()}
     except OSError as error:
         raise UserError(f"cannot read {folder}: {error.strerror}") from error
-    if not held & {*WEIGHTS, "params.json"}:
+    if not held & {*WEIGHTS, "params.json", "adapter_config.json"}:
         found = [place for place in ("hybrid", "model") if (folder / place / "config.json").exists()]
         hint = f"; {folder / found[0]} is one" if found else ""
         raise UserError(f"{folder} holds no model: there is no config.json{hint}")

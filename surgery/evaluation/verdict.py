@@ -146,11 +146,10 @@ def _said_of_price(base: ModelReport, model: ModelReport) -> str:
         return ""
     before, after = base.costs[-1], model.costs[-1]
     token = after.token
-    same = token.low <= 1 <= token.high
-    time = "no difference in time per token seen" if same else f"{token.mean:.2f} times the base's time per token"
+    unsure = ", which is not shown to differ from it" if token.low <= 1 <= token.high else ""
     return (
-        f"Price after {after.context:,} tokens: a cache of {size(after.cache_bytes)} (base {size(before.cache_bytes)}), {time} "
-        f"[{token.low:.2f}, {token.high:.2f}]."
+        f"Price after {after.context:,} tokens: a cache of {size(after.cache_bytes)} (base {size(before.cache_bytes)}), "
+        f"{token.mean:.2f} times the base's time per token [{token.low:.2f}, {token.high:.2f}]{unsure}."
     )
 
 

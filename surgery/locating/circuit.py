@@ -56,10 +56,16 @@ def draw_circuit(ranking: Ranking | None) -> Any | None:
         axis = figure.add_axes((0, 0, 1, 1), xlim=(0, WIDTH), ylim=(0, top + 0.5))
         axis.set_axis_off()
         for boxes, count, color, y, what in (
-            (above, len(circuit.gather), GATHER, top + 0.25, "gather, at the ends of records"),
-            (below, len(circuit.aggregate), AGGREGATE, title, "aggregate, at the query"),
+            (above, len(circuit.gather), GATHER, top + 0.25, "gather, at the ends of records; nats: what ablating costs there"),
+            (
+                below,
+                len(circuit.aggregate),
+                AGGREGATE,
+                title,
+                "aggregate, at the query; %: the share of the cost above that passes",
+            ),
         ):
-            more = f" (and {count - DRAWN} more)" if count > DRAWN else "" if count else ": none was found"
+            more = f" ({count - DRAWN} more)" if count > DRAWN else "" if count else " (none was found)"
             axis.text(MARGIN, y, what + more, color=color, weight="bold", va="center")
             for box in boxes.values():
                 foot = high if boxes is above else low - box.height

@@ -99,7 +99,7 @@ def load(
         place: str | Path = tokenizer or folder
         if tokenizer is None and not any((folder / each).exists() for each in OF_TOKENIZERS):
             if not original.is_original(read_content(folder)):
-                raise UserError(f"{folder} holds no tokenizer; say where one is: tokenizer=...")
+                raise UserError(f"{folder} holds no tokenizer; copy that of its base into it, or name one: tokenizer=FOLDER")
             place = original.TOKENIZER
         words = read_tokenizer(place, trust_remote_code)
     return Checkpoint(model, words)

@@ -84,7 +84,7 @@ class OnText(Record):
         )
         if self.change_before:
             return f"{said}; before a graft first acts, a logit changes by {self.change_before:.2g} at most."
-        return f"{said}; before a graft first acts, every logit is the base's, bit for bit."
+        return f"{said}; before a graft first acts, every logit is the base's in the same code, bit for bit."
 
 
 class ModelReport(Record):

@@ -81,6 +81,8 @@ def places(tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "run" / "hybrid").mkdir(parents=True)
     (tmp_path / "run" / "hybrid" / "config.json").write_text('{"grafts": [{"layer": 0}]}')
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "config.json").write_text("{")
     (tmp_path / "deep").mkdir()
@@ -123,6 +125,7 @@ def places(tmp_path):
         (f"look {BASE}/config.json", BASE),
         ("look {}/empty", "config.json"),
         ("look {}/run", "hybrid"),
+        ("look {}/adapter", "is an adapter: load its base"),
         ("doctor {}/empty", "config.json"),
         ("doctor {}/deep", "layers"),
         ("check --architecture {}/deep/config.json", "layers"),
