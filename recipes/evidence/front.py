@@ -2,9 +2,10 @@
 
     python recipes/evidence/front.py        writes docs/images/front.png
 
-Left: the demo's accuracies (demo/report.json). Middle: gain against divergence from the base on text, under both gates, with
-the same heads and steps (gate/gate.json). Right: the share of the gap between a base and its twin, which had attention from
-the start, that an edit and its rivals close with 3% of the tokens: a point a seed, a bar at the median (gap/gap.jsonl).
+Left: the demo's accuracies (demo/report.json). Middle: gain, multiple choice and the divergence from the base on text, under
+the scalar gate and two kinds of null key, with the same heads and steps (gate/skills.json). Right: the share of the gap
+between a base and its twin, which had attention from the start, that an edit and its rivals close with 3% of the tokens: a
+point a seed, a bar at the median (gap/gap.jsonl).
 """
 
 import json
@@ -26,11 +27,11 @@ MODELS = {
     "control_tuned": ("no attention, tuned", ORANGE),
 }
 GATES = {
-    "scalar 0.5": "s",
-    "scalar 1": "D",
-    "null key, share 0.05, g 0.5": "o",
-    "null key, share 0.01, g 1": "^",
+    "scalar 0.5": "attention at\nevery token",
+    "constant": "where a\nkey matches",
+    "fitted": "where the query\nasks for it",
 }
+ASKED = {"kv.64": ("64 pairs", BLUE, "o"), "multiple_choice": ("multiple choice", ORANGE, "s")}
 RIVALS = {
     ("2 heads", 0.03): "2 located heads",
     ("same layer", 0.03): "2 random heads, same layer",
@@ -59,20 +60,21 @@ def draw_demo(axes: Any) -> None:
 
 
 def draw_gates(axes: Any) -> None:
-    """Accuracy with 64 pairs against the divergence on text, under both gates."""
-    entry = next(each for each in json.loads((HERE / "gate" / "gate.json").read_text()) if each["base"] == "tiny-skills")
-    models = entry["report"]["models"]
-    for gate, mark in GATES.items():
-        colour = ORANGE if gate.startswith("scalar") else BLUE
-        kl, accuracy = models[gate]["on_text"]["kl"]["mean"], models[gate]["results"]["kv.64"]["mean"]
-        axes.plot(kl, accuracy, mark, color=colour, markersize=8)
-    axes.annotate("attention where\na key matches", (2e-4, 0.72), ha="center", color=BLUE)
-    axes.annotate("attention at\nevery token", (8e-3, 0.72), ha="center", color=ORANGE)
-    base = models["base"]["results"]["kv.64"]["mean"]
-    axes.axhline(base, color=INK, linestyle="--", linewidth=1)
-    axes.annotate("base", (1e-6, base), (4, 5), textcoords="offset points", color=INK)
-    axes.set(xscale="log", xlim=(1e-6, 0.1), ylim=(0, 1.05), xlabel="change on other text: KL from the base, nats a token")
-    axes.set_title("Other text stays as it was", loc="left")
+    """64 pairs and multiple choice under three gates, with the divergence on text; means over seeds, and each seed."""
+    seeds = [bases["tiny-skills"] for bases in json.loads((HERE / "gate" / "skills.json").read_text())["seeds"].values()]
+    for aside, (what, (label, colour, mark)) in zip((-0.09, 0.09), ASKED.items(), strict=True):
+        base = np.mean([cells["base"][what]["mean"] for cells in seeds])
+        axes.axhline(base, color=colour, linestyle="--", linewidth=1)
+        for place, gate in enumerate(GATES):
+            each = [cells[gate][what]["mean"] for cells in seeds]
+            axes.plot([place + aside] * len(each), each, mark, color=colour, alpha=0.35, markersize=4, clip_on=False)
+            named = f"{label} (dashed: base, {base:.2f})" if not place else None
+            axes.plot(place + aside, np.mean(each), mark, color=colour, markersize=8, label=named, clip_on=False)
+    kls = [np.mean([cells[gate]["on_text"]["kl"]["mean"] for cells in seeds]) for gate in GATES]
+    ticks = [f"{text}\nKL {kl:.0e}" if kl else f"{text}\nKL 0" for text, kl in zip(GATES.values(), kls, strict=True)]
+    axes.set(xticks=range(len(GATES)), xticklabels=ticks, xlim=(-0.5, 2.5), ylim=(0, 1.05))
+    axes.legend(loc="center left", frameon=False, fontsize=9, labelcolor="linecolor")
+    axes.set_title(f"What it changes besides ({len(seeds)} seeds)", loc="left")
 
 
 def draw_shares(axes: Any) -> None:
