@@ -79,15 +79,18 @@ def divide_text(text: Path) -> tuple[Path, Path]:
 
 
 def go_on(recipe: Recipe, report: Report, out: Path, trust_remote_code: bool = False) -> str:
-    """The command that goes on from a finished run in `out`, and why: longer where the loss still fell when tuning ended, with
-    more heads where little was gained; nothing otherwise."""
-    plan, heads = recipe.plan, sum(len(site.heads) for site in report.main.sites)
-    since = PATIENCE  # looks since the held-out loss was least, where tuning ended
-    if recipe.tune.steps == "auto":
-        state = json.loads(read_text(checkpoints(out / "tuning" / report.verdict.model)[-1] / STATE))
-        since = state["watcher"]["since"]
-    if since < PATIENCE:  # it had taken the most steps
-        why, setting = "The loss still fell when tuning ended; more steps", f"tune.max_steps={2 * recipe.tune.max_steps}"
+    """The command that goes on from a finished run in `out`, and why: longer where the loss still fell when tuning ended, of
+    the hybrid or of a control, with more heads where little was gained; nothing otherwise."""
+    plan, heads, main = recipe.plan, sum(len(site.heads) for site in report.main.sites), report.verdict.model
+    folders = {name: folder for name in report.models if (folder := out / "tuning" / name).is_dir()}
+    fell = [name for name, folder in folders.items() if recipe.tune.steps == "auto" and still_fell(folder)]
+    if fell:  # they had taken the most steps
+        whose = "" if main in fell else f" of a control ({report.models[fell[0]].description})"
+        whose += ", and that of controls," if main in fell and len(fell) > 1 else ""
+        why, setting = (
+            f"The loss{whose} still fell when tuning ended; more steps",
+            f"tune.max_steps={2 * recipe.tune.max_steps}",
+        )
     elif "plan.heads" in report.verdict.advice and heads and plan.sites is None:
         more = plan.max_heads * (1 + (heads >= plan.max_heads)) if plan.heads == "auto" else 2 * plan.heads
         why, setting = "There is more to gain, maybe with more heads", f"plan.heads={more}"
@@ -96,6 +99,12 @@ def go_on(recipe: Recipe, report: Report, out: Path, trust_remote_code: bool = F
     other = next(path for number in count(2) if not (path := out.with_name(f"{out.name}-{number}")).exists())
     words = ["surgery", "run", str(out / "recipe.yaml"), "--set", setting, "--out", str(other)]
     return f"{why}: {shlex.join([*words, *(['--trust-remote-code'] if trust_remote_code else [])])}"
+
+
+def still_fell(folder: Path) -> bool:
+    """Whether the held-out loss still fell when the tuning that is kept in a folder had taken the most steps."""
+    state = json.loads(read_text(checkpoints(folder)[-1] / STATE))
+    return state["watcher"]["since"] < PATIENCE  # looks since it was least
 
 
 class Estimate(NamedTuple):

@@ -1,6 +1,7 @@
 """The whole job on a built-in model, small: what it writes, and what it does not do again."""
 
 import shlex
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -94,6 +95,9 @@ def test_the_last_line_is_a_command_that_goes_on(ran, tmp_path, place, settings,
     report = Report.read(ran / "report.json")
     report = report.model_copy(update={"verdict": report.verdict.model_copy(update={"advice": advice})})
     line = automatic.go_on(recipe, report, out)
+    if since == 0 and recipe.tune.steps == "auto":  # a control, whose loss still fell, is named
+        shutil.copytree(out / "tuning" / "tuned", out / "tuning" / "control_same_layer")
+        assert "and that of controls, still fell" in automatic.go_on(recipe, report, out)
     if setting is None:
         assert line == ""
         return
