@@ -51,13 +51,10 @@ class CheckReport:
         lines = [f"{self.model} ({self.architecture}, {self.dtype}): {', '.join(counts)}", ""]
         width = max(len(finding.law) for finding in self.findings)
         for finding in self.findings:
-            measured = finding.verdict in ("wrong", "right") and math.isfinite(finding.difference)
-            apart = (
-                f"{finding.difference:.1e} {'<=' if finding.verdict == 'right' else '>'} {finding.bound:.1e}"
-                if measured
-                else ""
-            )
-            where = "" if finding.verdict == "right" else finding.where
+            right, apart = finding.verdict == "right", ""
+            if finding.verdict in ("wrong", "right") and math.isfinite(finding.difference):
+                apart = f"{finding.difference:.1e} {'<=' if right else '>'} {finding.bound:.1e}"
+            where = "" if right else finding.where
             lines.append(f"{finding.verdict:<14}  {finding.law:<{width}}  {apart:<20}{where}".rstrip())
             if finding.verdict == "wrong":
                 lines.append(f"{'':<14}  {finding.meaning}; instead: {finding.advice}")
@@ -115,17 +112,11 @@ def check(
     )
 
 
-def check_laws(
-    model: PreTrainedModel, *, quick: bool = False, full: bool = False, only: tuple[str, ...] = ()
-) -> tuple[tuple[Finding, ...], str]:
-    """(the findings, worst first; what the model was run in). quick: only the laws that come first when time is short."""
+def check_laws(model: PreTrainedModel, *, full: bool = False, only: tuple[str, ...] = ()) -> tuple[tuple[Finding, ...], str]:
+    """(the findings, worst first; what the model was run in). full: the slow laws, too. only: these laws instead, by name."""
     size = sum(p.numel() for p in model.parameters())
     subject = subject_of(model, wide=8 * size <= WIDE)
-    chosen = [
-        law
-        for name, law in all_laws().items()
-        if (name in only if only else (law.quick or not quick) and (full or not law.slow))
-    ]
+    chosen = [law for name, law in all_laws().items() if (name in only if only else full or not law.slow)]
     findings = list[Finding]()
     with threads_for(size):
         for law in chosen:

@@ -90,15 +90,14 @@ class Law:
     """One law.
 
     name: as the table has it. protects: what goes wrong for a user where it is broken, in half a line. advice: what to do
-    instead. cases: gives the cases of a subject by name, each a function that returns a Pair. quick: whether it
-    comes first when time is short; slow: whether it is asked only in full.
+    instead. cases: gives the cases of a subject by name, each a function that returns a Pair. slow: whether it is asked only in
+    full.
     """
 
     name: str
     protects: str
     advice: str
     cases: Callable[["Subject"], Mapping[str, Callable[[], Pair]]]
-    quick: bool = False
     slow: bool = False
 
     def run(self, subject: "Subject") -> Finding:

@@ -29,5 +29,4 @@ LAW = Law(
     "chat turns, chunked prefill and speculation after a cache read it wrongly or not at all",
     "continue token by token, or read the whole text again",
     cases,
-    quick=True,
 )

@@ -17,5 +17,4 @@ LAW = Law(
     "generated text is not what the model would say",
     "generate with use_cache=False",
     cases,
-    quick=True,
 )

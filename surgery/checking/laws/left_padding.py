@@ -31,5 +31,4 @@ LAW = Law(
     "padded prompts of a batch are answered otherwise than alone",
     "put only prompts of equal length in a batch",
     cases,
-    quick=True,
 )

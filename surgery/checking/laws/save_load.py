@@ -43,5 +43,4 @@ LAW = Law(
     "what was trained is lost, or another model comes back",
     "compare the logits of the folder with those of the model before you delete it",
     cases,
-    quick=True,
 )

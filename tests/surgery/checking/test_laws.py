@@ -12,6 +12,7 @@ from surgery.checking import shrink as shrink_module
 from surgery.checking.check import all_laws, check, check_laws
 from surgery.checking.law import subject_of
 from surgery.checking.shrink import first_of_each_kind, random_model, read_config, shrink
+from surgery.exporting.proof import QUICK
 from surgery.modeling.bamba import BambaHybridForCausalLM
 from surgery.modeling.mamba2 import Mamba2HybridForCausalLM
 from surgery.models.anatomy import anatomy
@@ -314,7 +315,7 @@ def assert_no_false_alarm(seed, **options):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_no_false_alarm(seed):
-    assert_no_false_alarm(seed, quick=True)
+    assert_no_false_alarm(seed, only=(*QUICK, "save_load"))
 
 
 @pytest.mark.slow
@@ -349,7 +350,7 @@ def test_a_hybrid_of_a_few_of_its_layers_keeps_them(monkeypatch, name):
     assert few.config.num_hidden_layers < max(3, hybrid.config.num_hidden_layers)
     assert few.config.grafts
     assert {p.dtype for p in few.parameters()} == {p.dtype for p in hybrid.parameters()}
-    findings, _ = check_laws(few, quick=True)
+    findings, _ = check_laws(few, only=(*QUICK, "save_load"))
     assert [f for f in findings if f.verdict == "wrong"] == []
 
 
