@@ -84,18 +84,18 @@ class Ablator:
         batches = encoded.part(self.chosen).batches(batch_size)
         self.replays = [(at, Replay(model, self.anatomy.blocks, batch)) for at, batch in batches]
         self.last = max(place.layer for place in self.anatomy.mixers)
+        self.known: dict[frozenset[tuple[str, str]], tuple[np.ndarray, np.ndarray]] = {}  # unit and place -> what run found
         guess = [(batch.encoded.choices.double().log() - batch.loss).mean() for _, batch in self.replays]
-        self.known: dict[frozenset[tuple[str, str]], tuple[np.ndarray, np.ndarray]] = {}  # what run has found
         self.guess = float(np.mean(guess)) if bool((encoded.choices > 1).all()) else np.inf  # what guessing costs, in nats
 
     def run(self, *edits: tuple[Costs, str]) -> tuple[np.ndarray, np.ndarray]:
         """(chosen,): by how many nats the loss rises where units are ablated, each at its place, and who is right then."""
-        key = frozenset((costs.name, place) for costs, place in edits)
-        if key in self.known:
-            return self.known[key]
         parts = [(unit, place) for costs, place in edits for unit in costs.units]
         # Behind the last mixer nothing but the query is looked at. A convolution is before its mixer.
         parts = [(unit, place) for unit, place in parts if not unit.heads or unit.layer < self.last or place == "query"]
+        key = frozenset((unit.name, place) for unit, place in parts)
+        if key in self.known:
+            return self.known[key]
         rise, right = np.zeros(len(self.chosen)), np.zeros(len(self.chosen), dtype=bool)
         for at, replay in self.replays:
             loss, correct = replay.loss, replay.correct
@@ -142,16 +142,12 @@ class Ablator:
         return cost
 
     def at_places(self, costs: Iterable[Costs], places: Sequence[str] = PLACES) -> None:
-        """Measure other places, on the chosen questions."""
+        """Measure other places, on the chosen questions. For the heads of the last layer everywhere is the query."""
         for each in bar(list(costs), f"roles: {' and '.join(places[:2])}"):
-            for place in places:
-                if place in each.at:
-                    continue
-                query, last = each.at.get("query"), each.layer == self.last and all(unit.heads for unit in each.units)
-                if place == "everywhere" and last and query is not None and len(query) == len(self.encoded):
-                    each.at[place] = query[self.chosen]
-                else:
-                    each.at[place] = self.run((each, "query" if place == "everywhere" and last else place))[0]
+            last = each.layer == self.last and all(unit.heads for unit in each.units)
+            for place in (place for place in places if place not in each.at):
+                asked = "query" if place == "everywhere" and last else place
+                each.at[place] = self.run((each, asked))[0]
 
 
 @dataclass
