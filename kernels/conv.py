@@ -4,7 +4,7 @@
 
 The mixer's projection is (b, t, channels). PyTorch's convolution has to transpose it, which takes longer than to compute.
 `shifted` adds up the k shifted products without a transpose; `stock` is PyTorch's convolution, `causal_conv1d` the CUDA package
-of Mamba's authors, `hub` the build of it that mamba_ssm's has on the Hub.
+of Mamba's authors, `hub` a build of that package from the Hub.
 """
 
 from collections.abc import Callable

@@ -85,12 +85,10 @@ def go_on(recipe: Recipe, report: Report, out: Path, trust_remote_code: bool = F
     folders = {name: folder for name in report.models if (folder := out / "tuning" / name).is_dir()}
     fell = [name for name, folder in folders.items() if recipe.tune.steps == "auto" and still_fell(folder)]
     if fell:  # they had taken the most steps
-        whose = "" if main in fell else f" of a control ({report.models[fell[0]].description})"
-        whose += ", and that of controls," if main in fell and len(fell) > 1 else ""
-        why, setting = (
-            f"The loss{whose} still fell when tuning ended; more steps",
-            f"tune.max_steps={2 * recipe.tune.max_steps}",
-        )
+        whose = f"The loss of a control ({report.models[fell[0]].description})"
+        if main in fell:
+            whose = "The loss" if len(fell) == 1 else "The loss, and that of controls,"
+        why, setting = f"{whose} still fell when tuning ended; more steps", f"tune.max_steps={2 * recipe.tune.max_steps}"
     elif "plan.heads" in report.verdict.advice and heads and plan.sites is None:
         more = plan.max_heads * (1 + (heads >= plan.max_heads)) if plan.heads == "auto" else 2 * plan.heads
         why, setting = "There is more to gain, maybe with more heads", f"plan.heads={more}"

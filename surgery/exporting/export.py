@@ -140,8 +140,9 @@ def write_export(
             proof = prove(process, hybrid, len(tokenizer), folder, reader=reader, verify=verify, base=str(place))
             say(f"export: {proof}")
     changed = set(changed_since_splice(hybrid))
-    with suppress(UserError):  # of the folder that the hybrid was loaded from, if it is an export
-        changed |= set(Export.read(Path(folder_of, RECORD)).changed if (folder_of := hybrid.name_or_path) else ())
+    if hybrid.name_or_path:
+        with suppress(UserError):  # if the folder that the hybrid was loaded from is no export
+            changed |= set(Export.read(Path(hybrid.name_or_path, RECORD)).changed)
     if changed:
         say(f"export: {len(changed)} of the base's own tensors were changed ('{min(changed)}'), as the card says")
     record = Export(

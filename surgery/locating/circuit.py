@@ -55,17 +55,13 @@ def draw_circuit(ranking: Ranking | None) -> Any | None:
         figure = Figure(figsize=(WIDTH, top + 0.5))
         axis = figure.add_axes((0, 0, 1, 1), xlim=(0, WIDTH), ylim=(0, top + 0.5))
         axis.set_axis_off()
-        for boxes, count, color, y, what in (
-            (above, len(circuit.gather), GATHER, top + 0.25, "gather, at the ends of records; nats: what ablating costs there"),
-            (
-                below,
-                len(circuit.aggregate),
-                AGGREGATE,
-                title,
-                "aggregate, at the query; %: the share of the cost above that passes",
-            ),
+        upper = "gather, at the ends of records; nats: what ablating costs there"
+        lower = "aggregate, at the query; %: the share of the cost above that passes"
+        for boxes, units, color, y, what in (
+            (above, circuit.gather, GATHER, top + 0.25, upper),
+            (below, circuit.aggregate, AGGREGATE, title, lower),
         ):
-            more = f" ({count - DRAWN} more)" if count > DRAWN else "" if count else " (none was found)"
+            more = f" ({len(units) - DRAWN} more)" if len(units) > DRAWN else "" if units else " (none was found)"
             axis.text(MARGIN, y, what + more, color=color, weight="bold", va="center")
             for box in boxes.values():
                 foot = high if boxes is above else low - box.height
