@@ -27,7 +27,7 @@ from surgery.evaluation.verdict import judge, main_measurement
 from surgery.modeling import family_of
 from surgery.models.digests import fingerprint
 from surgery.records import report as records
-from surgery.records.recipe import TOY, Bench, Data
+from surgery.records.recipe import Bench, Data
 from surgery.records.record import installed_version, provenance
 from surgery.records.site import Site
 from surgery.runtime.files import read_text, settings_digest, write_text
@@ -169,7 +169,7 @@ def _untrained_controls(base: Any, print: str, given: Given, asked: Mapping[str,
         again = {name: each for name, measurement in asked.items() if (each := twice(measurement, given)) is not None}
         if again:
             found[f"{PREFIX}prompt_twice"] = _answers(base, print, "the prompt read twice", again, kept)
-    if "copy_cache" in given.options.controls and not (given.data.train_text == (TOY,) and not given.knows_toy):
+    if "copy_cache" in given.options.controls and all(map(given.knows, given.data.train_text)):
         sources = open_text(given.data.train_text, given.data.column)
         rows, _ = text_rows(sources, given.tokenizer, given.options.window, range(COPY_ROWS), given.seed)
         cache = fit_copy_cache(base, rows, given.options.batch_size)
@@ -192,7 +192,7 @@ def _costs(models: Mapping[str, Any], given: Given) -> dict[str, list[records.Co
 
 def _on_text(models: Mapping[str, Any], prints: Mapping[str, str], given: Given, kept: Kept) -> dict[str, records.OnText]:
     """How every other model differs from the base on held-out text; nothing where the base does not know the text."""
-    if given.data.held_out_text == TOY and not given.knows_toy:
+    if not given.knows(given.data.held_out_text):
         return {}
     options = given.options
     held = open_held_out(given.tokenizer, given.data, options.windows * options.window, given.question_seed)

@@ -8,7 +8,6 @@ import hashlib
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -23,9 +22,8 @@ from surgery.probes.bigrams import NONE, PairCounts, find_repeats
 from surgery.probes.encoded import encode
 from surgery.probes.question import Question
 from surgery.probes.scoring import answer
-from surgery.probes.toy_tokenizer import is_toy_tokenizer
 from surgery.records.recipe import TOY, Bench, Data
-from surgery.tuning.text import open_text, text_rows
+from surgery.tuning.text import knows, open_text, text_rows
 
 COUNTED = 2**17  # tokens of the training text in which bigrams are counted: of 10 in a million, one is seen
 STRETCH = 256  # tokens of an excerpt of it
@@ -52,10 +50,9 @@ class Given:
         given = "contexts" in self.options.model_fields_set
         return tuple(n for n in self.options.contexts if given or n <= self.tokenizer.model_max_length)
 
-    @cached_property
-    def knows_toy(self) -> bool:
-        """Whether the model knows the toy data. To others its text and facts say nothing, so they are not asked."""
-        return is_toy_tokenizer(self.tokenizer)
+    def knows(self, source: str) -> bool:
+        """Whether the model may know a text or facts. What it cannot know says nothing, so it is not asked."""
+        return knows((source,), self.tokenizer)
 
 
 @dataclass(frozen=True)
@@ -120,7 +117,7 @@ def _skill(given: Given, probe: str) -> list[Measurement]:
     words = {"choice": ("multiple_choice", "multiple choice", "multiple choice"), "knowledge": ("knowledge", "facts", "facts")}
     if probe not in words:
         return [ask_probe(given, probe, probe, probe, probe)]
-    if given.data.facts == TOY and not given.knows_toy:
+    if not given.knows(given.data.facts):
         return []
     name, label, short = words[probe]
     return [ask_probe(given, name, label, short, probe, source=given.data.facts, part="bench")]
@@ -132,7 +129,7 @@ def needle(given: Given) -> list[Measurement]:
 
 
 def _needles(given: Given, name: str, label: str, short: str, **options: Any) -> list[Measurement]:
-    if given.data.held_out_text == TOY and not given.knows_toy:
+    if not given.knows(given.data.held_out_text):
         return []
     options |= {"source": given.data.held_out_text}
     return [
@@ -159,7 +156,7 @@ def lengths(given: Given) -> list[Measurement]:
 
 def bigrams(given: Given) -> list[Measurement]:
     """The loss on repeated rare bigrams of held-out text, and on its other tokens, in rows of each length (bench.contexts)."""
-    if given.data.held_out_text == TOY and not given.knows_toy:
+    if not given.knows(given.data.held_out_text):
         return []
     options, result = given.options, list[Measurement]()
     tokens = max(options.windows * options.window, max(given.lengths, default=0))
@@ -257,7 +254,7 @@ def digest(seen: Any) -> str:
 
 
 def _text_of(given: Given, name: str, label: str, short: str, count: int, length: int) -> list[Measurement]:
-    if given.data.held_out_text == TOY and not given.knows_toy:
+    if not given.knows(given.data.held_out_text):
         return []
     rows, owner = open_held_out(given.tokenizer, given.data, count * length, given.question_seed).rows(count, length)
     batch = max(1, given.options.batch_size // TEXT_SHARE)

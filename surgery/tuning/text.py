@@ -98,7 +98,7 @@ class Source:
 
 
 def knows(names: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether a model may know these texts: the built-in toy data is known to the built-in models alone."""
+    """Whether a model may know these texts or facts: the built-in toy data is known to the built-in models alone."""
     return TOY not in names or is_toy_tokenizer(tokenizer)
 
 
