@@ -190,7 +190,7 @@ def test_every_suite_asks_all_models_the_same(suite, base, tokenizer, monkeypatc
 
 
 def test_toy_text_and_facts_are_not_asked_of_other_models(base, tokenizer, monkeypatch):
-    monkeypatch.setattr("surgery.evaluation.suites.is_toy_tokenizer", lambda _: False)
+    monkeypatch.setattr("surgery.tuning.text.is_toy_tokenizer", lambda _: False)
     names = [each.name for each in measurements(Given(tokenizer, SMALL, Data(), 0))]
     assert not {"text", "knowledge", "multiple_choice"} & set(names)
     with pytest.raises(UserError, match="text"):
