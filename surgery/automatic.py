@@ -133,7 +133,7 @@ def estimate(recipe: Recipe, seen: Look) -> Estimate:
     question, locating = TOKENS_PER_PAIR * max(_numbers(recipe.locate.options.get("pairs"), 32)), recipe.locate
     # Units by places; what is ablated in a layer runs from there on. 15: what is ablated to describe the circuit, and in a deep
     # model, where a part of the questions tells which units may be needed, as many units are then measured at all places.
-    units = len(PLACES) * locating.roles + 1.5 * min(OTHERS, len(seen.editable) * seen.heads) + 4 * seen.layers
+    units = len(PLACES) * locating.roles + 1.5 * min(OTHERS, len(seen.editable) * seen.units) + 4 * seen.layers
     units = units / SCREENED + 15 * len(PLACES) if seen.layers > DEEP else units + 15
     ablated = 0.7 * units * min(CHOSEN, locating.examples) if locating.roles else 0
     asked = bench.limit * TOKENS_PER_PAIR * (sum(bench.pairs) + bench.pairs[-1]) + bench.windows * bench.window

@@ -19,7 +19,9 @@ from surgery.errors import UserError
 from surgery.evaluation.costs import cache_bytes, now, read_context
 from surgery.evaluation.statistics import estimate
 from surgery.evaluation.texts import open_held_out, token_losses
+from surgery.locating.locate import BLOCK
 from surgery.locating.roles import find_roles
+from surgery.modeling.graft import ChannelGraft
 from surgery.models.anatomy import anatomy
 from surgery.models.digests import fingerprint
 from surgery.probes import make_probe
@@ -70,14 +72,14 @@ class Held(Record):
 
     context: int
     bytes: int
-    a_head: int | None
-    """What one grafted head adds."""
+    a_unit: int | None
+    """What one grafted unit adds."""
 
 
 class Look(Record):
     """What a first look saw."""
 
-    schema_version: Literal[5] = 5
+    schema_version: Literal[6] = 6
     toolkit: str
     fingerprint: str
     model: str
@@ -89,8 +91,10 @@ class Look(Record):
     vocabulary: int
     editable: tuple[int, ...]
     """The layers some of whose heads can be grafted."""
-    heads: int
-    """Heads, or channels, of such a layer."""
+    units: int
+    """Units of such a layer."""
+    channels: int | None
+    """Of a unit, where units are no heads but blocks of channels (Mamba-1)."""
     why_not: str
     """What keeps the model from being edited; empty where nothing does."""
     retrieval: dict[int, Score]
@@ -122,11 +126,9 @@ class Look(Record):
         return self.text_loss is not None and self.text_loss.mean >= self.text_uniform
 
     def __str__(self) -> str:
-        can = (
-            f"{len(self.editable)} of {self.layers} layers, {self.heads:,} heads each"
-            if not self.why_not
-            else "no: " + self.why_not
-        )
+        unit, units = ("block", f"blocks of {self.channels} channels") if self.channels else ("head", "heads")
+        can = f"{len(self.editable)} of {self.layers} layers, {self.units:,} {units} each"
+        can = f"no: {self.why_not}" if self.why_not else can
         lines = [f"{self.model}: {self.model_type}, {self.parameters:,} parameters, {self.dtype}", f"can be edited: {can}"]
         lines += [f"dictionaries of {n} pairs: {score}" for n, score in self.retrieval.items()]
         lines += [f"steps, by layer: {self.steps}"] if self.steps else []
@@ -137,7 +139,7 @@ class Look(Record):
         if self.text_loss is not None:
             worse = "; guessing among all tokens is no worse" if self.misreads_text else ""
             lines.append(f"text: loss {self.text_loss.mean:.3f} nats per token (guessing {self.text_uniform:.3f}{worse})")
-        held = [f"{size(h.bytes)}{f' (+{size(h.a_head)} a head)' if h.a_head else ''} at {h.context:,}" for h in self.held]
+        held = [f"{size(h.bytes)}{f' (+{size(h.a_unit)} a {unit})' if h.a_unit else ''} at {h.context:,}" for h in self.held]
         lines += [f"cache: {', '.join(held)} tokens"] if held else []
         return "\n".join([*lines, f"Verdict: {self.verdict}"])
 
@@ -177,6 +179,8 @@ def _measure(model: Any, tokenizer: Any, text: str | Path | None, name: str, pri
         held_out = open_held_out(tokenizer, Data(held_out_text=str(text)), WINDOWS * WINDOW, seed)
         rows, _ = held_out.rows(WINDOWS, WINDOW)
     editable, heads, why_not = _what_can_be_edited(adopted)
+    blocks = editable and issubclass(adopted.mixer_at(editable[0]).graft_class, ChannelGraft)
+    channels = BLOCK if blocks else None
     facts = TOY if is_toy_tokenizer(tokenizer) else "capitals"
     begun, asked = now(adopted.device), 0
     retrieval: dict[int, Score] = {}
@@ -205,7 +209,8 @@ def _measure(model: Any, tokenizer: Any, text: str | Path | None, name: str, pri
         hidden_size=model.config.get_text_config().hidden_size,
         vocabulary=vocabulary,
         editable=editable,
-        heads=heads,
+        units=heads if channels is None else -(-heads // channels),
+        channels=channels,
         why_not=why_not,
         retrieval=retrieval,
         steps=_find_steps(adopted, tokenizer, seed, speed) if STEP_PAIRS in retrieval else "",
@@ -213,7 +218,7 @@ def _measure(model: Any, tokenizer: Any, text: str | Path | None, name: str, pri
         facts=facts,
         text_loss=loss,
         text_uniform=math.log(vocabulary),
-        held=_count_cache(adopted, editable),
+        held=_count_cache(adopted, editable, channels or 1),
         tokens_per_second=round(speed),
         worth=worth,
         verdict=verdict,
@@ -252,8 +257,8 @@ def _find_steps(model: Any, tokenizer: Any, seed: int, speed: float) -> str:
     return found.circuit.sentence if found.circuit else ""
 
 
-def _count_cache(model: Any, editable: Sequence[int]) -> tuple[Held, ...]:
-    """Bytes at long contexts, from two short ones: a cache grows along a line."""
+def _count_cache(model: Any, editable: Sequence[int], heads: int) -> tuple[Held, ...]:
+    """Bytes at long contexts, from two short ones: a cache grows along a line. heads: of a unit."""
 
     def at(model: Any, context: int) -> int:
         short, long = (cache_bytes(read_context(model, tokens)) for tokens in (SHORT, LONG))
@@ -261,11 +266,11 @@ def _count_cache(model: Any, editable: Sequence[int]) -> tuple[Held, ...]:
 
     try:
         own = {context: at(model, context) for context in CONTEXTS}
-        hybrid = splice(model, Plan(sites=(Site(editable[0], (0,)),))) if editable else None
+        hybrid = splice(model, Plan(sites=(Site(editable[0], tuple(range(heads))),))) if editable else None
         more = {context: at(hybrid, context) - own[context] for context in CONTEXTS} if hybrid is not None else {}
     except (ValueError, StopIteration, UserError):  # the model does not decode from a cache
         return ()
-    return tuple(Held(context=context, bytes=bytes_, a_head=more.get(context)) for context, bytes_ in own.items())
+    return tuple(Held(context=context, bytes=bytes_, a_unit=more.get(context)) for context, bytes_ in own.items())
 
 
 def _judge(why_not: str, retrieval: dict[int, Score], loss: Estimate | None, uniform: float) -> tuple[bool, str]:

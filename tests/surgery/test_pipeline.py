@@ -181,7 +181,7 @@ def seen(tmp_path_factory):
 
 def test_a_first_look_says_what_can_be_edited_and_whether_it_is_worth_it(seen):
     assert seen.editable == (0, 1, 2, 3)
-    assert seen.heads == 8
+    assert (seen.units, seen.channels) == (8, None)
     assert seen.worth
     assert seen.pairs in seen.retrieval
     assert [held.context for held in seen.held] == sorted(held.context for held in seen.held)
