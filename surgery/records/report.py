@@ -79,8 +79,8 @@ class OnText(Record):
         if self.acts.mean == 1:
             return f"Without a null key a graft acts at every token; the divergence from the base on held-out text is {kl}."
         said = (
-            f"On held-out text a graft acts at {100 * self.acts.mean:.2g}% of the tokens, {self.untouched} of "
-            f"{self.documents} texts keep all of the base's logits, and the divergence from the base is {kl}"
+            f"On held-out text a graft acts at {100 * self.acts.mean:.2g}% of the tokens, all of the base's "
+            f"logits are kept in {self.untouched} of {self.documents} texts, and the divergence from the base is {kl}"
         )
         if self.change_before:
             return f"{said}; before a graft first acts, a logit changes by {self.change_before:.2g} at most."
