@@ -223,7 +223,7 @@ def _finish(
     say(f"bench: {len(report.models)} models in {len(report.measurements)} measurements")
     check_export(models[MAIN], "hf", verify, report)
     with output.new_folder("hybrid") as folder:
-        write_export(
+        proof = write_export(
             models[MAIN],
             tokenizer,
             folder,
@@ -233,6 +233,7 @@ def _finish(
             base=recipe.model,
             verify=verify,
         )
+    say(f"export: {proof}")
     with output.new_folder(".", settings, keep=True) as folder:
         write_report(report, folder, hybrid="hybrid", ranking=ranking)
     return report

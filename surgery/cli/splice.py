@@ -31,5 +31,5 @@ def splice(
             raise UserError(f"{plan} is for {made.base} as it was then, and {model} has other weights; locate and plan again")
         hybrid = splice_model(base, chosen)
         with output.new_folder(".") as folder:
-            write_export(hybrid, tokenizer, folder, out, plan=chosen, base=model)
-    show(f"Hybrid: {out}")
+            proof = write_export(hybrid, tokenizer, folder, out, plan=chosen, base=model)
+    show(f"Hybrid: {out}, {proof}")

@@ -59,5 +59,5 @@ def tune(
             log = tune_model(model, tokenizer, options.tune, options.data, seed=options.seed, folder=folder, teacher=teacher)
         if is_main():
             with output.new_folder(".", keep=True) as folder:
-                write_export(model, tokenizer, folder, out, plan=plan, base=base)
-    show(f"{len(log.steps)} steps; whether they helped, `surgery bench BASE {out}` says\nHybrid: {out}")
+                proof = write_export(model, tokenizer, folder, out, plan=plan, base=base)
+            show(f"{len(log.steps)} steps; whether they helped, `surgery bench BASE {out}` says\nHybrid: {out}, {proof}")

@@ -138,7 +138,6 @@ def write_export(
         files, name = beside.submit(list_files, folder), beside.submit(fingerprint, hybrid)
         if reader is not None:
             proof = prove(process, hybrid, len(tokenizer), folder, reader=reader, verify=verify, base=str(place))
-            say(f"export: {proof}")
     changed = set(changed_since_splice(hybrid))
     if hybrid.name_or_path:
         with suppress(UserError):  # if the folder that the hybrid was loaded from is no export

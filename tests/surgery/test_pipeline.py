@@ -61,7 +61,8 @@ def ran(place, stages):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pipeline, "say", said.append)
         pipeline.run(make_recipe(place), place / "out")
-    assert [line.partition(":")[0] for line in said] == ["locate", "plan", "tuning tuned", "tuning control_same_layer", "bench"]
+    stages_said = ["locate", "plan", "tuning tuned", "tuning control_same_layer", "bench", "export"]
+    assert [line.partition(":")[0] for line in said] == stages_said
     assert stages == ["locate", "choose", "tune", "tune", "bench", "write_export"]
     return place / "out"
 
