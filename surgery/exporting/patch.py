@@ -68,6 +68,8 @@ def write_patch(
         for name, tensor in after.items()
         if name not in before or not _same(before[name].to(hybrid.dtype), tensor)
     }
+    if not any(name in after and name not in changed for name, tensor in before.items() if tensor.dim() > 1):
+        raise UserError(f"none of the hybrid's weight matrices is one of {base}; name its base with --base")
     save_file(changed, folder / WEIGHTS, metadata={"format": "pt"})
     if words.get_vocab() != tokenizer.get_vocab() or words.chat_template != tokenizer.chat_template:
         save_tokenizer(tokenizer, folder)

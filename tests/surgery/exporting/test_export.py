@@ -280,6 +280,9 @@ def test_a_patch_refuses_what_is_not_its_base(hybrid, base, tmp_path, in_process
     other = write_base(tmp_path / "other", seed=5)
     with pytest.raises(UserError, match="embeddings"):
         join_patch(tmp_path / "patch", other)
+    with pytest.raises(UserError, match="weight matrices"):
+        export(*hybrid, tmp_path / "new", plan=PLAN, base=other, format="patch")
+    assert not (tmp_path / "new").exists()
     (tmp_path / "patch" / "patch.safetensors").write_bytes(b"x")
     with pytest.raises(UserError, match="damaged"):
         join_patch(tmp_path / "patch", base)
