@@ -34,8 +34,7 @@ from surgery.kernels.functions import TRACED, learns, transformed
 FLAGS = "-O3 -std=gnu11 -fPIC -shared -fno-strict-aliasing -fno-math-errno -fno-trapping-math -ffp-contract=fast".split()
 FOLDER = Path(__file__).parent
 _STARTED_IN = os.getpid()
-ALONE = 2**17  # numbers up to which starting a second thread takes longer than it saves
-STEP_ALONE = 2**21  # the same for a step: numbers in its states
+STEP_ALONE = 2**21  # numbers in the states of a step up to which starting a second thread takes longer than it saves
 PATIENCE = 300  # seconds that a compiler may take; on a machine that does much else it may take many
 LIBRARY = re.compile(r"[a-z_]+-[0-9a-f]{20}\.so")
 BUILDING = "building-"  # names of folders in the cache
