@@ -278,7 +278,7 @@ def _judge(why_not: str, retrieval: dict[int, Score], loss: Estimate | None, uni
     (fewest, first), (largest, last) = next(iter(retrieval.items())), list(retrieval.items())[-1]
     above = [n for n, score in retrieval.items() if not score.at_chance]
     if why_not:
-        return False, f"not to be edited: {why_not}."
+        return False, f"cannot be edited: {why_not}."
     if loss is not None and loss.mean >= uniform:
         if not above:
             return (

@@ -35,7 +35,7 @@ def bench(
     recipe: RecipeOption = None,
     settings: Settings = [],  # noqa: B006
     require: Annotated[
-        list[str], typer.Option("--require", metavar="NAME>=VALUE", help="Exit with 1 unless, e.g. kv.64>=0.8.")
+        list[str], typer.Option("--require", metavar="NAME>=VALUE", help="Exit with 1 unless this holds, e.g. kv.64>=0.8.")
     ] = [],  # noqa: B006
     resume: Resume = False,
     overwrite: Overwrite = False,
@@ -43,7 +43,7 @@ def bench(
 ) -> None:
     """Compare models on the same questions, with intervals, and say whether the edit helped.
 
-    Controls that need tuning are made by `surgery run`; here those are measured that need none.
+    Controls that need tuning are made by `surgery run`; this command measures those that need none.
 
     Examples:
       surgery bench checkpoints/tiny-mamba2 runs/mine/tuned --out runs/mine/bench

@@ -20,7 +20,7 @@ def locate(
 
     Examples:
       surgery locate checkpoints/tiny-mamba2 --out runs/mine/ranking.json
-      surgery locate MODEL --set locate.examples=64 --set locate.exact=true --out ranking.json
+      surgery locate MODEL --set locate.examples=64 --set locate.exact=0.1 --out ranking.json
     """
     options = read_recipe(recipe, settings, model=model)
     check_output_file(out, [model, *([recipe] if recipe else [])], overwrite=overwrite, marks=("heads", "probe"))

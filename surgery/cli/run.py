@@ -36,7 +36,7 @@ def run(
     anyway: Annotated[
         bool, typer.Option("--anyway", help="Go on although a first look says that it is not worth trying.")
     ] = False,
-    verify: Annotated[str, typer.Option("--verify", help="Of the export: quick or full.")] = "quick",
+    verify: Annotated[str, typer.Option("--verify", help="How to verify the export: quick or full.")] = "quick",
     trust_remote_code: Trust = False,
 ) -> None:
     """Edit a model and say whether it helped, or follow a recipe.

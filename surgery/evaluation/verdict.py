@@ -40,7 +40,7 @@ def judge(
     gained, where that is shown."""
     base, model, asked = next(iter(models.values())), models[name], measurements[measurement]
     if model is base:
-        sentence = "Not to be judged: only the base was measured."
+        sentence = "Cannot be judged: only the base was measured."
         return Verdict(answer="not judged", model=name, measurement=measurement, sentence=sentence)
     change = model.changes[measurement]
     better = change.shown and (change.mean < 0) == (asked.metric == "loss")
@@ -64,7 +64,7 @@ def judge(
     answer, sentence = _answer(change, better, compared, losses, close)
     if at_chance(base, measurements, measurement):
         answer = "not judged"
-        sentence = f"Not to be judged: the base is at chance on {asked.label}, so what it cannot do was not edited; {compared}."
+        sentence = f"Cannot be judged: the base is at chance on {asked.label}, a skill that the edit cannot add; {compared}."
     details = [_said_of_controls(controls, asked, measurement), _said_of_losses(measurements, base, model, losses, answer)]
     details.append(_said_of_price(base, model))
     if (on_text := model.on_text) is not None:

@@ -11,7 +11,7 @@ from surgery.report.tables import changes_table, controls_table, costs_table, re
 from surgery.runtime.files import write_text
 from surgery.runtime.progress import printable
 
-ANSWERS = {"yes": "Yes", "mixed": "It gains and loses", "unclear": "Unclear", "no": "No", "not judged": "Not to be judged"}
+ANSWERS = {"yes": "Yes", "mixed": "It gains and loses", "unclear": "Unclear", "no": "No", "not judged": "Cannot be judged"}
 
 
 def render_page(report: Report, *, hybrid: str | None = None, ranking: Ranking | None = None) -> str:

@@ -73,7 +73,7 @@ RIVALS = {
     "more training": "the base's pretraining goes on",
     "all weights": "all of the base's weights tuned",
     "same layer": "two random heads of the same layer",
-    "adapters": "adapters on all layers, as many numbers as the edit",
+    "adapters": "adapters on all layers, about as many parameters as the edit",
     "initial state": "the initial state of every layer tuned",
     "other layer": "two random heads of the other layer",
     "whole layer": "one whole attention layer grafted",
@@ -289,8 +289,8 @@ YARDSTICKS = {
 PAGE = """# How much of the gap does an edit close?
 
 {verdict}. With 64 pairs it scores {theirs}, and the edit {ours}.
-The edit is two located heads, tuned on {equal:.0%} of the pretraining tokens. The base scores {base}, and its twin with
-attention at these heads from the first step on {twin}. The share of this gap that the edit closes: {closed} over all
+The edit is two located heads, tuned on {equal:.0%} of the pretraining tokens. The base scores {base}. Its twin, which had
+attention at these heads from the first step, scores {twin}. The share of this gap that the edit closes: {closed} over all
 seeds; of the median seed {middle}.
 
 {seeds}; {cells} models are measured.
@@ -298,11 +298,11 @@ A base has {parameters:,} parameters and has seen {tokens:,.0f} tokens (means ov
 Its twins have seen the same tokens in the same order: the script stops if the digests differ. The edit sees {seen:,.0f}
 tokens more, {seen_pairs:,.0f} in dictionaries. {limit} questions of a kind, the same for all models of a seed.
 
-Share closed: (edited - base) / (twin - base). Its 95% interval is Fieller's over seeds; of fewer than three seeds, each has
-its own, over questions. It is long where one seed differs from all others; the median's needs no assumption on how seeds are
-distributed. No share is printed where the interval of the gap itself reaches 0. A base has not learnt retrieval if
+Share closed: (edited - base) / (twin - base). Its 95% interval is Fieller's over seeds; with fewer than three seeds, each
+seed has its own, over questions. It is wide where one seed differs from all others; the median's interval does not assume how
+seeds are distributed. No share is printed where the interval of the gap itself reaches 0. A base has not learnt retrieval if
 it answers less than {learnt:.0%} with 16 pairs: {failed}. It counts like the others. Of the twins with one whole attention
-layer, {layers} do so with 64 pairs.
+layer, {layers} answer at least {learnt:.0%} with 64 pairs.
 
 ![Share of the gap closed, against the tokens of the edit](gap.png)
 
@@ -311,7 +311,7 @@ layer, {layers} do so with 64 pairs.
 Rivals that are tuned see the rows that the edit sees, at its learning rate (all of the base's weights: at a third of it).
 More pretraining sees as many tokens of its own kinds. None has more steps than the edit, so one that loses may only be slower:
 [plateau.md](plateau.md) gives the rivals three learning rates and up to 2,000 steps. [reach.md](reach.md) asks longer prompts
-and other questions. [sizes.md](sizes.md) has other widths, a Mamba-1, and a law that is tested on a width of its own.
+and other questions. [sizes.md](sizes.md) has other widths, a Mamba-1, and a law tested on a width that it was not fitted to.
 
 Not done: prose, a window of equal bytes. An n-gram cache has nothing to say: a question's last words stand in no record.
 
@@ -402,7 +402,7 @@ def write_page(rows: list[dict[str, Any]]) -> str:
         heads = next(", ".join(row["sites"]["2"]) for row in own if row["model"] == "base")
         tables.append([str(seed), heads, *figures, show(shares(own, main, "kv.64", "twin"))])
     failed = [seed for seed in seeds if values(rows, base, "kv.16")[seed].mean() < LEARNT]
-    head = ["numbers trained", "cache, 2,048 tokens", "64 pairs", "share closed", "median seed", "loss on text"]
+    head = ["parameters trained", "cache, 2,048 tokens", "64 pairs", "share closed", "median seed", "loss on text"]
     tables += [[], [f"{EQUAL:.0%} of the tokens", *head]]
     for cell, words in (names | rivals).items():
         if cell in at:

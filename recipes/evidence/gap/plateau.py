@@ -88,14 +88,14 @@ def measure_all(seeds: list[int]) -> None:
         write_text(RECORD, "".join(json.dumps(row) + "\n" for row in rows))
 
 
-PAGE = """# With patience
+PAGE = """# Rivals tuned for longer
 
 {verdict}
 
 {seeds} of [the gap](README.md), on bases that have learnt retrieval. Each model is tuned at three learning rates
 until the loss on examples that are kept back is flat (tune.steps=auto, at most {most:,} steps), then for {most:,} steps at the
-best of them. What counts of a seed answers most of {choose} other questions, about keys of both kinds: in tuning all
-dictionaries draw on the same 64 words, and what learns for long learns these.
+best of them. Of each seed's tunings, the one that answers most of {choose} other questions counts. Their keys are
+of both kinds: all tuning dictionaries draw on the same 64 words, which long tuning memorises.
 {limit} questions of 64 pairs; means over these seeds, with the steps and their tokens as a share of all pretraining tokens.
 
 {table}
@@ -114,7 +114,7 @@ def by_seed(rows: list[Row], asked: str) -> str:
 
 
 def scores(rows: list[Row]) -> str:
-    return f"{mean_score(rows):.3f} with 64 pairs and {mean_score(rows, 'kv_unseen.64'):.3f} with keys that tuning does not use"
+    return f"{mean_score(rows):.3f} with 64 pairs and {mean_score(rows, 'kv_unseen.64'):.3f} with new keys"
 
 
 def write_cell(rows: list[Row], seeds: int) -> str:
@@ -133,7 +133,7 @@ def write_page(rows: list[Row], brief: list[Row]) -> str:
         own[name] = [row for row in rows if row["model"] == name]
     short = {name: [r for r in brief if r["seed"] in seeds and (r["model"], r["share"]) == (name, gap.EQUAL)] for name in own}
     rates = [f"until flat, {words}" for words in ("a third of its rate", "its rate", "three times its rate")]
-    lines = [["64 pairs", f"{gap.EQUAL:.0%}", *rates, f"{MOST:,} steps, best rate", "what counts, by seed"]]
+    lines = [["64 pairs", f"{gap.EQUAL:.0%}", *rates, f"{MOST:,} steps, best rate", "the best tuning, by seed"]]
     lines[0] += ["the same, new keys", "loss on text"]
     lines.append(["---"] * len(lines[0]))
     whole = dict[str, list[Row]]()
@@ -148,9 +148,9 @@ def write_page(rows: list[Row], brief: list[Row]) -> str:
     rivals = sorted(whole.keys() - {"2 heads"}, key=lambda name: -mean_score(whole[name]))
     closes = mean_score(whole[rivals[0]]) >= mean_score(short["2 heads"])
     return PAGE.format(
-        verdict=f"The strongest rival is {WORDS[rivals[0]]}, which {'closes' if closes else 'leaves'} the gap to the edit.\n"
-        f"It scores {scores(whole[rivals[0]])} when it has learnt for as long as it gains, the edit\n"
-        f"{scores(short['2 heads'])} after {gap.EQUAL:.0%} of the pretraining tokens.",
+        verdict=f"The strongest rival is {WORDS[rivals[0]]}, which {'matches' if closes else 'trails'} the edit.\n"
+        f"After its best tuning it scores {scores(whole[rivals[0]])}.\n"
+        f"The edit, tuned on {gap.EQUAL:.0%} of the pretraining tokens, scores {scores(short['2 heads'])}.",
         left=", ".join(WORDS[name] for name in own if not own[name]) or "nothing",
         seeds=f"Seeds {', '.join(map(str, seeds))}",
         most=MOST,

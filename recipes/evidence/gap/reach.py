@@ -33,7 +33,7 @@ ASKED = {
     "length.2": "64 pairs, twice the length: text before the question",
     "length.4": "64 pairs, four times the length",
     "kv.100": "100 pairs",
-    "mqar.16": "16 pairs of words, the fourth key that is asked for",
+    "mqar.16": "16 pairs of words, four keys asked, the last one scored",
     "hops.8": "8 chains of two hops",
     "choice": "multiple choice by letters",
 }

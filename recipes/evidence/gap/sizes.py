@@ -115,7 +115,7 @@ PAGE = """# Sizes, a Mamba-1, and a law
 Mamba-2 bases of four widths (those of 64 are those of [the gap](README.md)) and a Mamba-1, all of two layers; {limit}
 questions of a kind. The edit is two located heads, tuned on {equal:.0%} of the pretraining tokens; of the Mamba-1, two blocks
 of 16 channels. Share closed: (edited - base) / (twin - base), of means over seeds with Fieller's interval, and the median
-seed's; of fewer than three seeds, each has its own interval, over questions. Twins that learnt less than their base, and so
+seed's; with fewer than three seeds, each seed's own interval, over questions. Twins that learnt less than their base, and so
 are no yardstick for it: {failed}.
 
 {table}
@@ -162,7 +162,7 @@ def write_page(rows: list[Row]) -> str:
     """The page, from the record."""
     shapes = [shape for shape in SHAPES if of_shape(rows, shape)]
     rows = [row for shape in shapes for row in of_shape(rows, shape)]
-    head = ["shape", "numbers", "seeds", *COLUMNS, "share closed", "median seed"]
+    head = ["shape", "parameters", "seeds", *COLUMNS, "share closed", "median seed"]
     lines, failed = [head, ["---"] * len(head)], []
     for shape in shapes:
         own = of_shape(rows, shape)
@@ -181,10 +181,10 @@ def write_page(rows: list[Row]) -> str:
     terms = zip(("", " base16", " log10(tokens / 3%)"), law, low, high, strict=True)
     error, naive, tests = errors(rows, TESTED, law, (features, found))
     error1, naive1, _ = errors(rows, "mamba1", law, (features, found))
-    better = "The edit closes the gap as far as the base retrieves" if error < naive else "There is no law"
+    better = "The better a base answers 16 pairs, the more of the gap the edit closes" if error < naive else "There is no law"
     better += ", but over bases the interval of this slope reaches 0" if error < naive and low[1] <= 0 else ""
     return PAGE.format(
-        verdict=f"{better}: on the width that was not fitted the law is off by {error:.2f}, the plain mean by {naive:.2f}.",
+        verdict=f"{better}: on an unseen width a linear law is off by {error:.2f}, the mean share by {naive:.2f}.",
         failed="; ".join(failed) or "none",
         limit=gap.BENCH.limit,
         equal=gap.EQUAL,

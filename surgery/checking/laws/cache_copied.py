@@ -1,4 +1,4 @@
-"""A copy of a cache and the cache go on apart: what is read into one is not in the other."""
+"""A copy of a cache is independent of it: what is read into one is not in the other."""
 
 import copy
 

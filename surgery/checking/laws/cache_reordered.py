@@ -1,4 +1,4 @@
-"""The rows of a cache in another order are the rows' caches."""
+"""A cache with reordered rows continues each row from its own state."""
 
 import torch
 

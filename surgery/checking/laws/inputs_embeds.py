@@ -1,4 +1,4 @@
-"""inputs_embeds are the ids whose embeddings they are."""
+"""inputs_embeds give the logits of the ids that they embed."""
 
 from surgery.checking.law import Law, Subject
 
@@ -17,7 +17,7 @@ def cases(s: Subject):
 
 LAW = Law(
     "inputs_embeds",
-    "soft prompts, images and other embeddings are read otherwise than tokens",
+    "soft prompts, images and other embeddings are read differently from tokens",
     "pass input_ids",
     cases,
 )

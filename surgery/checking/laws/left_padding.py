@@ -28,7 +28,7 @@ def cases(s: Subject):
 
 LAW = Law(
     "left padding",
-    "padded prompts of a batch are answered otherwise than alone",
+    "padded prompts are answered differently in a batch than alone",
     "put only prompts of equal length in a batch",
     cases,
 )
