@@ -267,13 +267,25 @@ class Training:
             say(f"retrieval alone: {at['alone']} steps, {at['records']} records, {at['between']} words between key and value")
             at["over"] = True
         for number in bar(range(at["all"], recipe.steps), "all kinds"):
-            parts = all_kinds(recipe, self.rng, self.tokenizer, at["records"], at["between"], at["words"])
+            parts = self.parts()
             self.note_tokens(parts)
             left = (recipe.steps - number) / (recipe.steps * (1 - recipe.decay_from))
             rate = min(1.0, (number + 1) / recipe.warmup_steps) * min(1.0, max(0.05, left))
-            self.step({name: loss_of(self.model, part) for name, part in parts.items()}, rate, "all")
+            self.step(self.losses(parts), rate, "all")
             if at["all"] % 500 == 0:
-                say(f"step {at['all']}: {glance(self.model, self.tokenizer, recipe)}")
+                say(f"step {at['all']}: {self.glance()}")
+
+    def parts(self) -> dict[str, Part]:
+        """What the next step sees: kind -> rows."""
+        at = self.at
+        return all_kinds(self.recipe, self.rng, self.tokenizer, at["records"], at["between"], at["words"])
+
+    def losses(self, parts: dict[str, Part]) -> dict[str, Tensor]:
+        return {name: loss_of(self.model, part) for name, part in parts.items()}
+
+    def glance(self) -> str:
+        """How well the model does, in a few words."""
+        return glance(self.model, self.tokenizer, self.recipe)
 
     def note_tokens(self, parts: dict[str, Part]) -> None:
         """Count the tokens that a step sees, by kind. Trainings with one digest have seen the same, in the same order."""
@@ -296,7 +308,7 @@ class Training:
         self.optimizer.zero_grad()
         at, done = self.at, False
         at[kind] += 1
-        at["running"] = 0.95 * at["running"] + 0.05 * losses["kv"].item()
+        at["running"] = 0.95 * at["running"] + 0.05 * next(iter(losses.values())).item()
         if options.over:
             done_share = min(1.0, (at["alone"] + at["all"]) / options.over)
             at["records"] = options.first + int((options.last - options.first) * done_share**2)

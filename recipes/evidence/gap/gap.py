@@ -55,6 +55,8 @@ BASE = {  # the recipe of tiny-skills, cut; the curriculum goes by the step, so 
     **{"curriculum": {"first": 2, "last": 64, "over": 1200}, "targets": 128, "queries": 32, "documents": 2, "choice": 0},
 }
 WIDTH = 32  # of queries and keys, in twins and in edits
+PLAN = surgery.PlanOptions(gate=1.0, width=WIDTH)
+KINDS = ("kv", "text")  # that a step of tuning sees
 SHARES = (0.0, 0.001, 0.003, 0.01, 0.03, 0.1)  # of the pretraining tokens
 EQUAL = 0.03  # at which rivals are compared
 LEARNT = 0.5  # of 16 pairs, which a base that has learnt retrieval answers
@@ -102,7 +104,7 @@ class Seed:
             sites = self.plan(2).sites
             recipe |= {"attention": [str(site) if name == "twin" else f"L{site.layer}" for site in sites]}
             recipe |= {"attention_head_dim": WIDTH}
-        training = train.Training(train.BaseRecipe.model_validate(recipe), self.tokenizer, WORK / f"{self.seed}-{name}")
+        training = self.open_training(train.BaseRecipe.model_validate(recipe), name)
         training.restore()
         training.run()
         training.save()
@@ -110,6 +112,10 @@ class Seed:
             raise RuntimeError(f"seed {self.seed}: the {name} has not seen the tokens that the base has")
         training.model.eval().requires_grad_(False)
         return training
+
+    def open_training(self, recipe: Any, name: str) -> Any:
+        """A training before its first step."""
+        return train.Training(recipe, self.tokenizer, WORK / f"{self.seed}-{name}")
 
     @property
     def base(self) -> Any:
@@ -130,10 +136,10 @@ class Seed:
         chosen = [each.site for each in units if each.site.layer == layer][:heads]
         return self.plan_at(chosen)
 
-    def plan_at(self, sites: Any, share: float | None = 0.01) -> Plan:
+    def plan_at(self, sites: Any, share: float | None = PLAN.share) -> Plan:
         """Attention at these heads. share: of text on which it may act; None: it acts everywhere."""
         starts = {f"L{each.site.layer}.H{head}": each.start for each in self.ranking().heads for head in each.site.heads}
-        options = surgery.PlanOptions(gate=1.0, width=WIDTH, share=share)
+        options = PLAN.model_copy(update={"share": share})
         return make_plan(self.base, self.tokenizer, sites, starts, options, DATA, self.seed)
 
     @property
@@ -143,7 +149,7 @@ class Seed:
     @cache  # noqa: B019
     def steps(self, share: float) -> tuple[int, dict[str, int]]:
         """Steps of tuning that see this share of the pretraining tokens, and how many tokens they see, by kind."""
-        batches, seen, step = Batches(self.tokenizer, TUNE, DATA, self.seed), {"kv": 0, "text": 0}, 0
+        batches, seen, step = Batches(self.tokenizer, TUNE, DATA, self.seed), dict.fromkeys(KINDS, 0), 0
         while sum(seen.values()) < share * self.tokens:
             for kind, part in zip(seen, batches.step(step), strict=True):
                 seen[kind] += int((part.ids != self.tokenizer.pad_token_id).sum())
@@ -165,7 +171,7 @@ class Seed:
         model, teacher, tuning, note["trained"] = self.begin(name)
         if steps:
             tuning = tuning.model_copy(update={"steps": steps, "warmup_steps": min(10, steps // 2)})
-            surgery.tune(model, self.tokenizer, tuning, seed=self.seed, name=name, teacher=teacher)
+            surgery.tune(model, self.tokenizer, tuning, DATA, seed=self.seed, name=name, teacher=teacher)
         return model, note
 
     def begin(self, name: str) -> tuple[Any, Any, surgery.Tune, int]:
@@ -193,7 +199,7 @@ class Seed:
             trained += numbers
             tuning = TUNE.model_copy(update={"lora": Lora(target_modules=("in_proj", "out_proj"), r=rank)})
         elif name == "all weights":
-            tuning = TUNE.model_copy(update={"learning_rate": 1e-3})
+            tuning = TUNE.model_copy(update={"learning_rate": TUNE.learning_rate / 3})
         return model, teacher, tuning, trained
 
     def adapters(self) -> tuple[int, int]:
@@ -207,15 +213,15 @@ class Seed:
     def train_on(self, name: str, share: float) -> tuple[Any, dict[str, Any]]:
         """The pretraining of a model goes on at a tenth of its largest rate, for as many tokens as the edit sees."""
         done = self.training(name)
-        more = train.Training(done.recipe, self.tokenizer, WORK / f"{self.seed}-{name}-more")
+        more = self.open_training(done.recipe, f"{name}-more")
         more.model.load_state_dict(done.model.state_dict())
         more.optimizer.load_state_dict(torch.load(done.work / "state.pt", weights_only=True)["optimizer"])
         more.rng.setstate(done.rng.getstate())
         more.at = copy.deepcopy(done.at) | {"tokens": {}}
         while sum(more.at["tokens"].values()) < share * self.tokens:
-            parts = train.all_kinds(done.recipe, more.rng, self.tokenizer, more.at["records"])
+            parts = more.parts()
             more.note_tokens(parts)
-            more.step({kind: train.loss_of(more.model, part) for kind, part in parts.items()}, 0.1, "all")
+            more.step(more.losses(parts), 0.1, "all")
         steps = more.at["all"] - done.at["all"]
         return more.model.eval(), {"steps": steps, "tokens": more.at["tokens"], "trained": more.model.num_parameters()}
 
@@ -384,18 +390,8 @@ def write_page(rows: list[dict[str, Any]]) -> str:
         found = [show(shares(rows, ("2 heads", share), asked, "twin")) for asked in QUESTIONS]
         found.append(show(shares(rows, ("2 heads", share), "kv.64", "twin layer")))
         tables.append([f"{share:.1%}" if share else "untrained", *found])
-    tables += [
-        [],
-        [
-            "seed",
-            "heads",
-            "base, 16 pairs",
-            "base, 64 pairs",
-            "edit, 64 pairs",
-            "twin, 64 pairs",
-            "share closed, over questions",
-        ],
-    ]
+    columns = ["base, 16 pairs", "base, 64 pairs", "edit, 64 pairs", "twin, 64 pairs"]
+    tables += [[], ["seed", "heads", *columns, "share closed, over questions"]]
     for seed in seeds:
         own = [row for row in rows if row["seed"] == seed]
         figures = [mean(own, *each) for each in ((base, "kv.16"), (base, "kv.64"), (main, "kv.64"), (twin, "kv.64"))]
