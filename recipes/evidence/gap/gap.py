@@ -318,8 +318,9 @@ Rivals that are tuned see the rows that the edit sees, at its learning rate (all
 More pretraining sees as many tokens of its own kinds. None has more steps than the edit, so one that loses may only be slower:
 [plateau.md](plateau.md) gives the rivals three learning rates and up to 2,000 steps. [reach.md](reach.md) asks longer prompts
 and other questions. [sizes.md](sizes.md) has other widths, a Mamba-1, and a law tested on a width that it was not fitted to.
+[prose.md](prose.md) does the same with novels, on bases that have not learnt to recall.
 
-Not done: prose, a window of equal bytes. An n-gram cache has nothing to say: a question's last words stand in no record.
+Not done: a window of equal bytes. An n-gram cache has nothing to say here: a question's last words stand in no record.
 
 {minutes:.0f} minutes of processor time on {machine}; {packages}.
 `gap.py` measures, and writes this page; `gap.jsonl` is the record.
