@@ -19,6 +19,7 @@ from surgery.errors import UserError
 from surgery.evaluation.costs import cache_bytes, now, read_context
 from surgery.evaluation.statistics import estimate
 from surgery.evaluation.texts import open_held_out, token_losses
+from surgery.locating.attribution import graft_mixers
 from surgery.locating.locate import BLOCK
 from surgery.locating.roles import find_roles
 from surgery.modeling.graft import ChannelGraft
@@ -227,12 +228,11 @@ def _measure(model: Any, tokenizer: Any, text: str | Path | None, name: str, pri
 
 def _what_can_be_edited(model: Any) -> tuple[tuple[int, ...], int, str]:
     """(layers that take grafts, heads of one, what keeps the model from being edited)."""
-    if getattr(model.config, "grafts", None):
+    if any(not entry.get("of_base") for entry in getattr(model.config, "grafts", None) or ()):
         return (), 0, "it is a hybrid of this toolkit already"
     if not hasattr(model, "mixer_at"):
         return (), 0, f"a {model.config.model_type} is of no family that can be grafted (`surgery list families`)"
-    mixers = {layer: model.mixer_at(layer) for layer in range(model.config.num_hidden_layers)}
-    found = {layer: mixer.num_heads for layer, mixer in mixers.items() if mixer is not None}
+    found = {layer: mixer.num_heads for layer, mixer in graft_mixers(model).items()}
     return tuple(found), max(found.values(), default=0), "" if found else "none of its layers takes grafts"
 
 

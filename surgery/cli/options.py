@@ -55,7 +55,7 @@ def check_data(data: Any) -> None:
 
 def refuse_hybrid(name: str) -> str:
     """Raise UserError for a local folder that holds a hybrid of ours where a base is wanted."""
-    if read_config(name).get("grafts"):
+    if any(not entry.get("of_base") for entry in read_config(name).get("grafts") or ()):
         raise UserError(f"{name} is a hybrid already; give its base")
     return name
 

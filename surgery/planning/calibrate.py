@@ -53,7 +53,7 @@ def read_scores(hybrid: Any, rows: Tensor, batch_size: int) -> dict[str, Tensor]
     """Head -> the log-sum-exp of its scores at every token of text, in nats; for channels of a pair those of all of them."""
     parts: dict[tuple[Graft, int], list[Tensor]] = defaultdict(list)
     heads: dict[str, tuple[Graft, int]] = {}
-    for entry in hybrid.config.grafts:
+    for entry in (each for each in hybrid.config.grafts if not each.get("of_base")):
         graft = hybrid.mixer_at(entry["layer"]).graft
         for pair, places in enumerate(served(graft)):
             names = Site(entry["layer"], tuple(graft.heads[place] for place in places)).head_names

@@ -6,7 +6,6 @@ layers. The others are the base with no graft, of which something else learns.
 
 import copy
 import random
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 
 from surgery.errors import UserError
 from surgery.modeling.graft import GraftMixer, Streams
-from surgery.records.plan import Plan, Start
+from surgery.records.plan import Plan
 from surgery.records.site import Site
 from surgery.splicing.splice import adopt, unsplice
 
@@ -25,17 +24,15 @@ PLANS = ("same_layer", "random_site", "whole_layer")
 SLOW, SLOW_RATE = ("tuned", "adapters", "whole_layer"), 0.02263
 
 
-def control_plan(name: str, model: Any, plan: Plan, seed: int, start: Callable[[int, int], Start] | None = None) -> Plan:
+def control_plan(name: str, model: Any, plan: Plan, seed: int) -> Plan:
     """The plan of a control: `same_layer` (other heads of the plan's layers, at random), `random_site` (heads of other layers),
-    `whole_layer`.
-
-    start: how attention at a head begins, by layer and head; by default with sign 1 and tau 1. A plan with null keys needs them
-    set for these heads as for its own (planning). Raises UserError where the model has no other heads.
-    """
+    `whole_layer`. Attention begins with sign 1, tau 1 and no null key; make_plan sets what the plan's own heads have. Raises
+    UserError where the model has no other heads."""
     if name == "whole_layer":
         return Plan(kind="layer", sites=tuple(Site(site.layer) for site in plan.sites), seed=seed)
     hybrid, rng = adopt(model), random.Random(f"{name} {seed}")
-    layers = [layer for layer in range(model.config.num_hidden_layers) if hybrid.mixer_at(layer) is not None]
+    mixers = {layer: hybrid.mixer_at(layer) for layer in range(model.config.num_hidden_layers)}
+    layers = [layer for layer, mixer in mixers.items() if mixer is not None and mixer.graft is None]
     own = {site.layer: site.heads for site in plan.sites}
     if name == "random_site":
         others = [layer for layer in layers if layer not in own]
@@ -48,10 +45,9 @@ def control_plan(name: str, model: Any, plan: Plan, seed: int, start: Callable[[
     for layer, heads in places.items():
         free = [head for head in range(hybrid.mixer_at(layer).num_heads) if name != "same_layer" or head not in heads]
         if len(free) < len(heads):
-            raise UserError(f"the control same_layer needs {len(heads)} other heads in layer {layer}, which has {len(free)}")
+            raise UserError(f"the control {name} needs {len(heads)} heads in layer {layer}, which has {len(free)}")
         sites.append(Site(layer, tuple(rng.sample(free, len(heads)))))
-    starts = {f"L{site.layer}.H{head}": start(site.layer, head) for site in sites for head in site.heads} if start else {}
-    return plan.model_copy(update={"sites": tuple(sites), "starts": starts, "seed": seed, "provenance": None})
+    return plan.model_copy(update={"sites": tuple(sites), "starts": {}, "seed": seed, "provenance": None})
 
 
 def trainable_control(model: Any, plan: Plan, name: str = "tuned") -> Any:

@@ -52,7 +52,7 @@ TUNED = 12  # edits are tuned on one in so many novels of train/
 LENGTHS = (LENGTH, 2 * LENGTH, 4 * LENGTH)
 LONG = 0.1  # of the pretraining tokens
 SHARES = (0.0, 0.003, 0.01, gap.EQUAL, LONG)
-EDITS = ("no null key", "4 heads")
+EDITS = ("4 heads", "no null key")
 TWINS = {"": gap.TWINS["twin"], " layer": gap.TWINS["twin layer"]}
 Row = dict[str, Any]
 RIVALS = ("copy cache", "more training", "all weights", "same layer", "adapters", "initial state", "other layer", "whole layer")
@@ -187,7 +187,7 @@ def measure_all(books: Path, seeds: list[int]) -> None:
 WORDS = gap.RIVALS | gap.EDITS | {f"twin{more}": f"**the twin: {words}**" for more, words in TWINS.items()}
 WORDS |= {
     "2 heads": "two located heads",
-    "hints": "the same with hints and a tenth of the KL weight",
+    "hints": "the same with hints, and a tenth of the KL weight",
 }
 WORDS |= {"copy cache": "an untrained n-gram cache of the text", "other layer": "two random heads of other layers"}
 COLUMNS = {f"bigrams.{LENGTH}": "bigrams", f"bigrams.{LENGTHS[-1]}": f"bigrams, {LENGTHS[-1]:,} tokens"}
@@ -288,7 +288,7 @@ def draw(rows: list[Row], path: Path) -> None:
             axes.plot(np.mean(found), place, "|", color=color, markersize=14, markeredgewidth=2)
         axes.axvline(0, color="#6b7280", linewidth=0.8)
         axes.set(xlabel="nats saved", title=title)
-    panels[0].set_yticks(range(len(cells)), [textwrap.fill(named(cell).strip("*"), 48) for cell in cells], fontsize=8)
+    panels[0].set_yticks(range(len(cells)), [textwrap.fill(named(cell).strip("*"), 56) for cell in cells], fontsize=8)
     figure.savefig(path, dpi=120)
 
 

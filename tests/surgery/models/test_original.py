@@ -12,8 +12,13 @@ from transformers import AutoModelForCausalLM
 
 import surgery.modeling  # noqa: F401  (registers the hybrids)
 from surgery.errors import UserError
+from surgery.look import _what_can_be_edited
 from surgery.models import original
+from surgery.models.load import open_folder
+from surgery.planning.calibrate import calibrate
+from surgery.records.plan import Plan
 from surgery.splicing.splice import adopt
+from surgery.tuning.controls import control_plan
 
 MAMBA1: dict[str, Any] = {"d_model": 24, "n_layer": 2, "vocab_size": 37, "ssm_cfg": {"d_state": 6, "dt_rank": 3}}
 SSD = {"layer": "Mamba2", "headdim": 8, "d_state": 8, "ngroups": 2, "chunk_size": 16}
@@ -77,6 +82,10 @@ def test_attention_layers_belong_to_the_base(tmp_path: Path) -> None:
     assert not model.graft_parameters()
     with model.disable_grafts():
         model(torch.ones(1, 5, dtype=torch.long))
+    base, plan = open_folder(tmp_path, None, "cpu", False, False), Plan(sites="L2.H1", gate=0.5)
+    assert _what_can_be_edited(base) == ((0, 2), 6, "")
+    assert calibrate(base, plan, torch.arange(64).view(2, 32) % 37, 0.1).starts["L2.H1"].null is not None
+    assert {control_plan("random_site", base, plan, seed).sites[0].layer for seed in range(4)} == {0}
 
 
 @pytest.mark.parametrize(
