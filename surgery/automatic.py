@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from surgery.errors import UserError
+from surgery.evaluation.controls import CONTROLS
 from surgery.locating.locate import CHOSEN
 from surgery.locating.roles import DEEP, OTHERS, PLACES, SCREENED
 from surgery.look import Look, cache_folder
@@ -126,9 +127,7 @@ def estimate(recipe: Recipe, seen: Look) -> Estimate:
     pairs = [max(_numbers(entry.options.get("pairs"), 32)) for entry in tune.examples] or [0]
     example = TOKENS_PER_PAIR * max(pairs) // 2
     steps = tune.max_steps if tune.steps == "auto" else tune.steps
-    trained = 1 + sum(
-        control in ("tuned", "same_layer", "random_site", "adapters", "whole_layer") for control in bench.controls
-    )
+    trained = 1 + sum(CONTROLS[control].trained for control in bench.controls)
     step = BACKWARD * tune.batch_size * example + (BACKWARD + 1) * tune.text_batch_size * tune.text_tokens
     question, locating = TOKENS_PER_PAIR * max(_numbers(recipe.locate.options.get("pairs"), 32)), recipe.locate
     # Units by places; what is ablated in a layer runs from there on. 15: what is ablated to describe the circuit, and in a deep
@@ -154,5 +153,6 @@ def estimate(recipe: Recipe, seen: Look) -> Estimate:
 
 
 def _numbers(value: Any, default: int) -> list[int]:
-    """Of an option that is a number or a range."""
-    return [default] if value is None else list(value) if isinstance(value, list | tuple) else [int(value)]
+    """Of an option that is a number or a range; the default for what the probe will refuse."""
+    given = list(value) if isinstance(value, list | tuple) else [value]
+    return given if given and all(type(number) is int for number in given) else [default]

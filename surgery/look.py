@@ -260,15 +260,16 @@ def _find_steps(model: Any, tokenizer: Any, seed: int, speed: float) -> str:
 def _count_cache(model: Any, editable: Sequence[int], heads: int) -> tuple[Held, ...]:
     """Bytes at long contexts, from two short ones: a cache grows along a line. heads: of a unit."""
 
-    def at(model: Any, context: int) -> int:
+    def line(model: Any) -> dict[int, int]:
         short, long = (cache_bytes(read_context(model, tokens)) for tokens in (SHORT, LONG))
-        return short + (long - short) // (LONG - SHORT) * (context - SHORT)
+        return {context: short + (long - short) // (LONG - SHORT) * (context - SHORT) for context in CONTEXTS}
 
     try:
-        own = {context: at(model, context) for context in CONTEXTS}
-        hybrid = splice(model, Plan(sites=(Site(editable[0], tuple(range(heads))),))) if editable else None
-        more = {context: at(hybrid, context) - own[context] for context in CONTEXTS} if hybrid is not None else {}
-    except (ValueError, StopIteration, UserError):  # the model does not decode from a cache
+        own, more = line(model), dict[int, int]()
+        if editable:
+            hybrid = splice(model, Plan(sites=(Site(editable[0], tuple(range(heads))),)))
+            more = {context: bytes_ - own[context] for context, bytes_ in line(hybrid).items()}
+    except (ValueError, UserError):  # the model does not decode from a cache
         return ()
     return tuple(Held(context=context, bytes=bytes_, a_unit=more.get(context)) for context, bytes_ in own.items())
 

@@ -4,6 +4,7 @@ In a report a control is a model called control_NAME. Those that are trained see
 (tuning/controls.py makes them, pipeline.py tunes them); the others need nothing but the base, and bench makes them itself.
 """
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -81,18 +82,18 @@ class CopyCache(nn.Module):
         logits = self.base(input_ids=input_ids, use_cache=False, logits_to_keep=logits_to_keep).logits
         kept = torch.arange(input_ids.shape[1], device=logits.device)
         kept = kept[logits_to_keep] if isinstance(logits_to_keep, Tensor) else kept[-logits_to_keep:]
-        p = logits.float().softmax(-1)
+        log_p = logits.float().log_softmax(-1)
         for number, ids in enumerate(input_ids.tolist()):
-            row, found = p[number], find_followers(ids)
+            row, found = log_p[number], find_followers(ids)
             for place, position in enumerate(kept.tolist()):
                 order, followers = found[position]
                 share = self.shares.get(order, 0.0)
                 if followers and share:
-                    row[place] *= 1 - share
+                    row[place] += math.log1p(-share)
                     tokens = torch.tensor(list(followers), device=row.device)
                     counts = torch.tensor([*followers.values()], device=row.device, dtype=row.dtype)
-                    row[place, tokens] += share * counts / counts.sum()
-        return SimpleNamespace(logits=p.log())
+                    row[place, tokens] = torch.logaddexp(row[place, tokens], (share * counts / counts.sum()).log())
+        return SimpleNamespace(logits=log_p)
 
 
 def find_followers(ids: Sequence[int]) -> list[tuple[int, Counter[int]]]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
+from surgery.errors import UserError
 from surgery.evaluation.statistics import estimate
 from surgery.records.report import Cost
 
@@ -52,7 +53,10 @@ def read_context(model: Any, context: int, batch: int = 1) -> Cache:
     """The cache of a model that has read so many tokens, in each of some rows."""
     ids = (torch.arange(context, device=model.device)[None] % model.config.get_text_config().vocab_size).expand(batch, -1)
     output = model(input_ids=ids, use_cache=True, logits_to_keep=1)
-    return next(output[name] for name in NAMES if output.get(name) is not None)
+    cache = next((output[name] for name in NAMES if output.get(name) is not None), None)
+    if cache is None:
+        raise UserError(f"a {model.config.model_type} returns no cache; set bench.contexts=[]")
+    return cache
 
 
 def cache_bytes(cache: Any) -> int:

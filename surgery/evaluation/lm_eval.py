@@ -12,7 +12,7 @@ from surgery.evaluation.suites import Given, Measurement, digest
 from surgery.records.record import installed_version
 from surgery.runtime.files import file_digest
 
-METRICS = ("acc", "exact_match", "em", "f1", "contains", "acc_norm", "word_perplexity")  # the first that a task has
+METRICS = ("acc", "exact_match", "em", "f1", "contains", "acc_norm")  # the first that a task has
 
 
 def harness_measurements(given: Given) -> list[Measurement]:
@@ -79,7 +79,7 @@ def evaluate_task(model: Any, given: Given, manager: Any, name: str) -> tuple[np
     by_task = [found["samples"][task] for task in sorted(found["samples"])]
     # A task with several ways to read an answer lists its samples once for each: the first way counts.
     samples = [sample for each in by_task for sample in each if sample.get("filter") == each[0].get("filter")]
-    metric = next((each for each in METRICS if samples and each in samples[0]), None)
+    metric = next((each for each in METRICS if samples and isinstance(samples[0].get(each), int | float)), None)
     if metric is None:
         raise UserError(f"{name} has no score that bench knows ({', '.join(METRICS)})")
     asked = [f"{sample['doc_hash']} {sample['prompt_hash']} {sample['target_hash']}" for sample in samples]

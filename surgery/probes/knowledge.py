@@ -49,7 +49,7 @@ class FactLine(Record):
 def read_facts(source: str, part: Part | None = None) -> list[FactLine]:
     """The facts of a file, or those of one part. Raises UserError, with the line's number, where it holds something else."""
     lines = []
-    for number, text in enumerate(read_text(CAPITALS if source == "capitals" else source).splitlines(), 1):
+    for number, text in enumerate(read_text(CAPITALS if source == "capitals" else source).split("\n"), 1):
         if text.strip():
             try:
                 lines.append(FactLine.model_validate_json(text))

@@ -113,7 +113,7 @@ class PlanOptions(Record):
     """Width of queries and keys; by default the state size, and at least 32; for kind layer, of a head."""
     donor: str | None = None
     """A Transformer whose attention weights a layer graft starts from: a folder or a Hub id. For kind layer."""
-    donor_layers: dict[str, Annotated[int, Field(ge=0, strict=True)]] = {}
+    donor_layers: dict[Annotated[str, Field(pattern=r"^L\d{1,9}$")], Annotated[int, Field(ge=0, strict=True)]] = {}
     """Layer of the model -> number of the donor's layer, e.g. {L3: 7}; the same number where a layer is not named."""
 
     @model_validator(mode="after")

@@ -163,10 +163,10 @@ class Report(Record):
     def columns(self) -> list[str]:
         """The measurements of a short table: the main one first, then the largest size of every other kind."""
         main = self.verdict.measurement
-        order = [main, "kv_unseen", "multiple_choice", "knowledge", "text", "bigrams", "needle"]
-        kinds = [[name for name in self.measurements if name.partition(".")[0] == family] for family in order]
-        named = [max(names, key=_size) for names in kinds if names]
-        return list(dict.fromkeys([main, *named] if named[1:] else [main, *self.measurements]))[:6]
+        kinds = ["kv_unseen", "multiple_choice", "knowledge", "text", "bigrams", "needle"]
+        sizes = [[name for name in self.measurements if name.partition(".")[0] == kind] for kind in kinds]
+        named = [max(names, key=_size) for names in sizes if names]
+        return list(dict.fromkeys([main, *(named if set(named) - {main} else self.measurements)]))[:6]
 
     def summary(self) -> str:
         """For a terminal: the verdict, three rows, the price."""

@@ -39,10 +39,8 @@ def render_markdown(report: Report, *, hybrid: str | None = None, figures: Seque
         markdown_table(results_table(report)),
     ]
     if len(controls := controls_table(report)) > 1:
-        words = (
-            "Would something else have done as well? Those that are trained see the same examples, without attention at a rate"
-        )
-        parts += ["## Controls", f"{words} of at most 0.002.", markdown_table(controls)]
+        rate = "Those that are trained see the same examples; base weights and whole layers learn at a lower rate."
+        parts += ["## Controls", f"Would something else have done as well? {rate}", markdown_table(controls)]
     for name, model in list(report.models.items())[1:]:
         parts += [f"### {escape(model.description)}: difference to the base", markdown_table(changes_table(report, name))]
         parts += [escape(model.on_text.sentence())] if model.on_text is not None else []

@@ -46,9 +46,8 @@ def controls_table(report: Report) -> Table:
     """What else might have done as well: each control in the main measurement, what was trained, and its cache."""
     name = report.verdict.measurement
     context = f" at {report.base.costs[-1].context:,} tokens" if report.base.costs else ""
-    table = [
-        ["", report.measurements[name].short, "difference of the main model to it", "parameters trained", f"cache{context}"]
-    ]
+    about = report.measurements[name].short
+    table = [["", about, "difference of the main model to it", "parameters trained", f"cache{context}"]]
     for model in report.models.values():
         if model.role == "control" and model.behind is not None:
             costs = _costs(report, model)

@@ -10,6 +10,7 @@ one would have seen, and every process can make every row.
 
 import csv
 import hashlib
+import io
 import json
 import random
 import zlib
@@ -158,7 +159,7 @@ def _read(path: Path, column: str) -> list[str]:
     if path.suffix == ".csv":
         csv.field_size_limit(2**31 - 1)
         try:
-            rows = list(csv.DictReader(text.splitlines(keepends=True)))
+            rows = list(csv.DictReader(io.StringIO(text, newline="")))
         except csv.Error as error:
             raise UserError(f"{path} is no CSV file: {error}") from error
         return [_field(row, column, f"{path}, row {number}") for number, row in enumerate(rows, 1)]
