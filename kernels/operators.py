@@ -24,9 +24,9 @@ class TwoPasses:
     their gradient.
 
     forward: (*arguments, keep) -> (*results, kept), where `kept` is a tensor for the other pass, or None.
-    backward: (gradients of the results, arguments, kept, needed) -> a gradient for every argument, None where it is not needed.
-    A result that nobody used has None for its gradient. unread: numbers of the arguments that the backward pass does not read:
-    they may change before it.
+    backward: (gradients of the results, arguments, kept) -> a gradient for every argument that has one, else None. For a result
+    that nobody used the gradient is None. unread: numbers of the arguments that the backward pass does not read: they may
+    change before it.
     """
 
     forward: Callable[..., tuple]
@@ -56,10 +56,9 @@ class _Differentiable(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple:
         *args, kept = (number if m is None else m for m, number in zip(ctx.saved_tensors, ctx.numbers, strict=True))
-        needed = ctx.needs_input_grad[1:]
         with own_precision(args[0]):
-            computed = ctx.passes.backward(gradients, args, kept, needed)
-        return None, *(m if want else None for m, want in zip(computed, needed, strict=True))
+            computed = ctx.passes.backward(gradients, args, kept)
+        return None, *(m if want else None for m, want in zip(computed, ctx.needs_input_grad[1:], strict=True))
 
 
 class Operator:

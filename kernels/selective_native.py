@@ -53,7 +53,7 @@ def _forward(x, dt, A, B, C, D, initial_state, *, keep: bool) -> tuple[Tensor, T
     return y.to(dtype), final, checkpoints
 
 
-def _backward(gradients, arguments, checkpoints, needed) -> tuple[Tensor | None, ...]:
+def _backward(gradients, arguments, checkpoints) -> tuple[Tensor | None, ...]:
     """By x, dt, A, B, C, D and the initial state."""
     x, dt, A, B, C, D, dy, dfinal = floats(*arguments[:6], *gradients)
     (b, t, d), n = x.shape, A.shape[1]

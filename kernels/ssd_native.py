@@ -79,7 +79,7 @@ def _forward(x, dt, A, B, C, D, initial_state, seq_idx, chunk_size, *, keep: boo
     return y.to(dtype), final, kept
 
 
-def _backward(gradients, arguments, kept, needed) -> tuple[Tensor | None, ...]:
+def _backward(gradients, arguments, kept) -> tuple[Tensor | None, ...]:
     """By x, dt, A, B, C, D and the initial state."""
     x, dt, A, B, C, D, dy, dfinal = floats(*arguments[:6], *gradients)
     (b, t, h, p), (g, n) = x.shape, B.shape[2:]

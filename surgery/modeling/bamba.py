@@ -37,4 +37,4 @@ class BambaHybridForCausalLM(HybridLanguageModel, BambaForCausalLM):
     backbone_class = BambaHybridModel
 
 
-FAMILY = Family(BambaForCausalLM, BambaHybridForCausalLM, BambaHybridMixer).register(BambaHybridModel)
+FAMILY = Family(BambaForCausalLM, BambaHybridForCausalLM).register(BambaHybridModel)

@@ -60,4 +60,4 @@ class FalconH1HybridForCausalLM(HybridLanguageModel, FalconH1ForCausalLM):
     backbone_class = FalconH1HybridModel
 
 
-FAMILY = Family(FalconH1ForCausalLM, FalconH1HybridForCausalLM, FalconH1HybridMixer).register(FalconH1HybridModel)
+FAMILY = Family(FalconH1ForCausalLM, FalconH1HybridForCausalLM).register(FalconH1HybridModel)

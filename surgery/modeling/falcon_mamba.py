@@ -38,4 +38,4 @@ class FalconMambaHybridForCausalLM(SSMLanguageModel, FalconMambaForCausalLM):
     backbone_class = FalconMambaHybridModel
 
 
-FAMILY = Family(FalconMambaForCausalLM, FalconMambaHybridForCausalLM, FalconMambaHybridMixer).register(FalconMambaHybridModel)
+FAMILY = Family(FalconMambaForCausalLM, FalconMambaHybridForCausalLM).register(FalconMambaHybridModel)

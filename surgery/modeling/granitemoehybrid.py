@@ -41,6 +41,4 @@ class GraniteMoeHybridHybridForCausalLM(HybridLanguageModel, GraniteMoeHybridFor
     backbone_class = GraniteMoeHybridHybridModel
 
 
-FAMILY = Family(GraniteMoeHybridForCausalLM, GraniteMoeHybridHybridForCausalLM, GraniteMoeHybridHybridMixer).register(
-    GraniteMoeHybridHybridModel
-)
+FAMILY = Family(GraniteMoeHybridForCausalLM, GraniteMoeHybridHybridForCausalLM).register(GraniteMoeHybridHybridModel)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, Cache
 from transformers.cache_utils import StaticCache
 
-from .graft import GraftMixer, make_room
+from .graft import make_room
 from .layer_graft import LayerGraftMixer
 
 
@@ -17,12 +17,11 @@ from .layer_graft import LayerGraftMixer
 class Family:
     """A family of bases that can be grafted: one file, named as the base's model_type, with `FAMILY`.
 
-    base: the stock language model. hybrid: ours; its config_class is the hybrid's. mixer: of its layers.
+    base: the stock language model. hybrid: ours; its config_class is the hybrid's.
     """
 
     base: Any
     hybrid: Any
-    mixer: type[GraftMixer]
 
     @property
     def model_type(self) -> str:

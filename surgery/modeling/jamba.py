@@ -41,4 +41,4 @@ class JambaHybridForCausalLM(HybridLanguageModel, JambaForCausalLM):
     backbone_class = JambaHybridModel
 
 
-FAMILY = Family(JambaForCausalLM, JambaHybridForCausalLM, JambaHybridMixer).register(JambaHybridModel)
+FAMILY = Family(JambaForCausalLM, JambaHybridForCausalLM).register(JambaHybridModel)

@@ -60,4 +60,4 @@ class KimiLinearHybridForCausalLM(HybridLanguageModel, KimiLinearForCausalLM):
     backbone_class = KimiLinearHybridModel
 
 
-FAMILY = Family(KimiLinearForCausalLM, KimiLinearHybridForCausalLM, KimiLinearHybridMixer).register(KimiLinearHybridModel)
+FAMILY = Family(KimiLinearForCausalLM, KimiLinearHybridForCausalLM).register(KimiLinearHybridModel)

@@ -247,4 +247,4 @@ class LlambaForCausalLM(SSMLanguageModel, LlambaPreTrainedModel, GenerationMixin
         self.post_init()
 
 
-FAMILY = Family(LlambaForCausalLM, LlambaForCausalLM, LlambaMixer).register(LlambaModel)
+FAMILY = Family(LlambaForCausalLM, LlambaForCausalLM).register(LlambaModel)

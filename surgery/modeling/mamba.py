@@ -126,4 +126,4 @@ class MambaHybridForCausalLM(SSMLanguageModel, MambaForCausalLM):
     backbone_class = MambaHybridModel
 
 
-FAMILY = Family(MambaForCausalLM, MambaHybridForCausalLM, MambaHybridMixer).register(MambaHybridModel)
+FAMILY = Family(MambaForCausalLM, MambaHybridForCausalLM).register(MambaHybridModel)

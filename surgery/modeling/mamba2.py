@@ -139,4 +139,4 @@ class Mamba2HybridForCausalLM(SSMLanguageModel, Mamba2ForCausalLM):
     backbone_class = Mamba2HybridModel
 
 
-FAMILY = Family(Mamba2ForCausalLM, Mamba2HybridForCausalLM, Mamba2HybridMixer).register(Mamba2HybridModel)
+FAMILY = Family(Mamba2ForCausalLM, Mamba2HybridForCausalLM).register(Mamba2HybridModel)

@@ -37,4 +37,4 @@ class NemotronHHybridForCausalLM(HybridLanguageModel, NemotronHForCausalLM):
     backbone_class = NemotronHHybridModel
 
 
-FAMILY = Family(NemotronHForCausalLM, NemotronHHybridForCausalLM, NemotronHHybridMixer).register(NemotronHHybridModel)
+FAMILY = Family(NemotronHForCausalLM, NemotronHHybridForCausalLM).register(NemotronHHybridModel)

@@ -49,4 +49,4 @@ class OlmoHybridHybridForCausalLM(HybridLanguageModel, OlmoHybridForCausalLM):
     backbone_class = OlmoHybridHybridModel
 
 
-FAMILY = Family(OlmoHybridForCausalLM, OlmoHybridHybridForCausalLM, OlmoHybridHybridMixer).register(OlmoHybridHybridModel)
+FAMILY = Family(OlmoHybridForCausalLM, OlmoHybridHybridForCausalLM).register(OlmoHybridHybridModel)

@@ -41,4 +41,4 @@ class Qwen3_5MoeHybridForCausalLM(HybridLanguageModel, Qwen3_5MoeForCausalLM):
     backbone_class = Qwen3_5MoeHybridModel
 
 
-FAMILY = Family(Qwen3_5MoeForCausalLM, Qwen3_5MoeHybridForCausalLM, Qwen3_5MoeHybridMixer).register(Qwen3_5MoeHybridModel)
+FAMILY = Family(Qwen3_5MoeForCausalLM, Qwen3_5MoeHybridForCausalLM).register(Qwen3_5MoeHybridModel)

@@ -37,4 +37,4 @@ class Qwen3_5HybridForCausalLM(HybridLanguageModel, Qwen3_5ForCausalLM):
     backbone_class = Qwen3_5HybridModel
 
 
-FAMILY = Family(Qwen3_5ForCausalLM, Qwen3_5HybridForCausalLM, Qwen3_5HybridMixer).register(Qwen3_5HybridModel)
+FAMILY = Family(Qwen3_5ForCausalLM, Qwen3_5HybridForCausalLM).register(Qwen3_5HybridModel)

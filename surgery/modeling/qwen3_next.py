@@ -51,4 +51,4 @@ class Qwen3NextHybridForCausalLM(HybridLanguageModel, Qwen3NextForCausalLM):
     backbone_class = Qwen3NextHybridModel
 
 
-FAMILY = Family(Qwen3NextForCausalLM, Qwen3NextHybridForCausalLM, Qwen3NextHybridMixer).register(Qwen3NextHybridModel)
+FAMILY = Family(Qwen3NextForCausalLM, Qwen3NextHybridForCausalLM).register(Qwen3NextHybridModel)

@@ -37,4 +37,4 @@ class Zamba2HybridForCausalLM(HybridLanguageModel, Zamba2ForCausalLM):
     backbone_class = Zamba2HybridModel
 
 
-FAMILY = Family(Zamba2ForCausalLM, Zamba2HybridForCausalLM, Zamba2HybridMixer).register(Zamba2HybridModel)
+FAMILY = Family(Zamba2ForCausalLM, Zamba2HybridForCausalLM).register(Zamba2HybridModel)
