@@ -160,7 +160,7 @@ def choose_plan(base: Any, tokenizer: Any, ranking: Ranking, recipe: Recipe, pri
 def make_models(base: Any, tokenizer: Any, ranking: Ranking, plan: Plan, recipe: Recipe) -> tuple[dict[str, Any], list[str]]:
     """(the models by name, the base first, then the hybrid untrained and to be tuned, then controls; which are to be tuned)."""
     models = {"base": base, "spliced": splice(base, plan), MAIN: splice(base, plan)}
-    starts = {f"L{each.site.layer}.H{head}": each.start for each in ranking.heads for head in each.site.heads}
+    starts = {name: each.start for each in ranking.heads for name in each.site.head_names}
     trained = [MAIN]
     for control in recipe.bench.controls:
         if not CONTROLS[control].trained:

@@ -23,6 +23,7 @@ from surgery.probes.encoded import encode
 from surgery.probes.question import Question
 from surgery.probes.scoring import answer
 from surgery.records.recipe import TOY, Bench, Data
+from surgery.tuning.examples import data_skills
 from surgery.tuning.text import knows, open_text, text_rows
 
 COUNTED = 2**17  # tokens of the training text in which bigrams are counted: of 10 in a million, one is seen
@@ -99,8 +100,7 @@ def kv(given: Given) -> list[Measurement]:
 
 def skills(given: Given) -> list[Measurement]:
     """What an edit must not cost (data.skills): by default facts, and multiple choice about them."""
-    names = ("choice", "knowledge") if given.data.skills == "auto" else given.data.skills
-    return [measurement for name in names for measurement in _skill(given, name)]
+    return [measurement for name, _ in data_skills(given.data) for measurement in _skill(given, name)]
 
 
 def multiple_choice(given: Given) -> list[Measurement]:
@@ -223,7 +223,7 @@ def ask_questions(
     """The measurement of questions: whether each is answered correctly."""
     encoded = encode(tokenizer, questions)
     seen = [encoded.rows, encoded.points.tolist(), encoded.terms.tolist(), encoded.answers.tolist()]
-    chance = float(np.mean([question.chance if len(question.choices) > 1 else 0.0 for question in questions]))
+    chance = float(np.mean([question.chance for question in questions]))
 
     return Measurement(
         name,

@@ -3,7 +3,7 @@
 Each head gets the graft that `splice` would put there, with the gate at 1, in turn; the batch runs again from its layer on.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -35,8 +35,7 @@ def measure_gains(model: Any, encoded: Encoded, units: Sequence[tuple[Unit, Star
 def grafted(model: Any, unit: Unit, begins: Start) -> Iterator[None]:
     """An adopted model with untrained attention at one unit."""
     site = Site(unit.layer, unit.heads)
-    heads: Mapping[str, Start] = {f"L{unit.layer}.H{head}": begins for head in unit.heads}
-    plan, mixer = Plan(sites=(site,), starts=dict(heads)), unit.place.module
+    plan, mixer = Plan(sites=(site,), starts=dict.fromkeys(site.head_names, begins)), unit.place.module
     mixer.put_graft(describe(model, site, plan), -1)
     try:
         start(mixer, plan)

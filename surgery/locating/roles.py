@@ -28,13 +28,13 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from surgery.evaluation.statistics import LEVEL, column_intervals
+from surgery.evaluation.statistics import LEVEL, estimate
 from surgery.locating.ablation import Unit, ablated, convolutions
 from surgery.locating.replay import QueryReplay, Replay
 from surgery.models.anatomy import anatomy
 from surgery.probes.encoded import Encoded
 from surgery.probes.scoring import logits_at_points
-from surgery.records.ranking import Circuit, Edge, Estimate, GroupScore, Roles
+from surgery.records.ranking import Circuit, Edge, GroupScore, Roles
 from surgery.records.site import Site
 from surgery.runtime.progress import bar
 
@@ -280,12 +280,8 @@ def name_roles(ablator: Ablator, heads: Sequence[Costs], groups: Sequence[Costs]
     def measured(each: Costs) -> Roles:
         one, other = each in gather, each in aggregate
         role: Role = "both" if one and other else "gather" if one else "aggregate" if other else "none"
-        columns = {place: column_intervals(each.at[place][:, None], level=LEVEL / tests) for place in ("query", *PLACES)}
-        estimates = {
-            place: Estimate(mean=float(mean[0]), low=float(low[0]), high=float(high[0]), n=int(n[0]))
-            for place, (mean, low, high, n) in columns.items()
-        }
-        return Roles(role=role, **estimates)
+        costs = {place: estimate(each.at[place], decisions=False, level=LEVEL / tests) for place in ("query", *PLACES)}
+        return Roles(role=role, **costs)
 
     return Found(
         roles={each.name: measured(each) for each in heads},
@@ -307,7 +303,7 @@ def why_none(ablator: Ablator) -> str:
     right = np.concatenate([replay.correct for _, replay in ablator.replays]).astype(float)
     choices = ablator.encoded.choices.double()
     chance = float((1 / choices).masked_fill(choices == 1, 0.0).mean())
-    if len(right) < 2 or column_intervals(right[:, None]).low[0] <= chance:
+    if len(right) < 2 or estimate(right).low <= chance:
         return "The model answers no better than chance, so no head has a role."
     loss = np.zeros(len(ablator.chosen))
     with torch.no_grad():
@@ -323,7 +319,7 @@ def is_needed(values: np.ndarray, tests: int) -> bool:
     """Whether costs (questions,) show that a unit is needed, one of `tests` that were tested."""
     if len(values) < 2 or values.mean() < COST:
         return False
-    return bool(column_intervals(values[:, None], level=LEVEL / tests).low[0] > 0)
+    return estimate(values, decisions=False, level=LEVEL / tests).low > 0
 
 
 def is_general(ablator: Ablator, costs: Costs, tests: int) -> bool:

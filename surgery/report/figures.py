@@ -118,17 +118,17 @@ def draw_gain(report: Report) -> Any | None:
     return figure
 
 
-def save_figures(report: Report, folder: Path, ranking: Ranking | None = None) -> list[str]:
-    """Write retrieval.png, gain.png and circuit.png, as far as there is something to draw, and return their names."""
-    drawn = {
-        "retrieval.png": draw_retrieval(report),
-        "gain.png": draw_gain(report),
-        "circuit.png": draw_circuit(ranking),
-    }
-    names = [name for name, figure in drawn.items() if figure is not None]
-    for name in names:
-        (folder / name).write_bytes(as_png(drawn[name]))
-    return names
+def draw_figures(report: Report, ranking: Ranking | None = None) -> dict[str, Any]:
+    """The figures of a report by name; None where there is nothing to draw."""
+    return {"retrieval": draw_retrieval(report), "gain": draw_gain(report), "circuit": draw_circuit(ranking)}
+
+
+def save_figures(drawn: dict[str, Any], folder: Path) -> list[str]:
+    """Write those that there are as NAME.png, and return these names."""
+    files = {f"{name}.png": figure for name, figure in drawn.items() if figure is not None}
+    for name, figure in files.items():
+        (folder / name).write_bytes(as_png(figure))
+    return list(files)
 
 
 def as_png(figure: Any) -> bytes:

@@ -1,11 +1,11 @@
 """report.html: one page that holds everything that it shows, and loads nothing."""
 
 from pathlib import Path
+from typing import Any
 
-from surgery.locating.circuit import draw_circuit
 from surgery.records.ranking import Ranking
 from surgery.records.report import Report
-from surgery.report.figures import as_svg, draw_gain, draw_retrieval, save_figures
+from surgery.report.figures import as_svg, draw_figures, save_figures
 from surgery.report.markdown import describe_provenance, load_lines, render_markdown
 from surgery.report.tables import changes_table, controls_table, costs_table, results_table, short_table
 from surgery.runtime.files import write_text
@@ -14,11 +14,17 @@ from surgery.runtime.progress import printable
 ANSWERS = {"yes": "Yes", "mixed": "It gains and loses", "unclear": "Unclear", "no": "No", "not judged": "Cannot be judged"}
 
 
-def render_page(report: Report, *, hybrid: str | None = None, ranking: Ranking | None = None) -> str:
+def render_page(
+    report: Report,
+    *,
+    hybrid: str | None = None,
+    ranking: Ranking | None = None,
+    figures: dict[str, Any] | None = None,
+) -> str:
     """The page. hybrid: the folder of the exported hybrid as seen from the page, if there is one. ranking: for the circuit."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-    drawn = {"retrieval": draw_retrieval(report), "gain": draw_gain(report), "circuit": draw_circuit(ranking)}
+    drawn = draw_figures(report, ranking) if figures is None else figures
     answer = ANSWERS[report.verdict.answer]
     said = report.verdict.sentence
     others = [(name, model) for name, model in list(report.models.items())[1:]]
@@ -50,8 +56,9 @@ def render_page(report: Report, *, hybrid: str | None = None, ranking: Ranking |
 
 def write_report(report: Report, folder: Path, *, hybrid: str | None = None, ranking: Ranking | None = None) -> list[str]:
     """Write the figures, report.md, report.html and, last, report.json into a folder; return the names of the files."""
-    figures = save_figures(report, folder, ranking)
+    drawn = draw_figures(report, ranking)
+    figures = save_figures(drawn, folder)
     write_text(folder / "report.md", render_markdown(report, hybrid=hybrid, figures=figures))
-    write_text(folder / "report.html", render_page(report, hybrid=hybrid, ranking=ranking))
+    write_text(folder / "report.html", render_page(report, hybrid=hybrid, ranking=ranking, figures=drawn))
     report.write(folder / "report.json")
     return [*figures, "report.md", "report.html", "report.json"]
