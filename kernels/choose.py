@@ -10,7 +10,6 @@ SURGERY_KERNELS asks for backends by name ("ssd_scan=chunked,attend=sdpa", or "h
 argument `backend` of a call. A backend that was asked for and cannot serve is an error.
 """
 
-import importlib
 import os
 import re
 import sys
@@ -272,5 +271,5 @@ def import_alone(name: str) -> Any:
 @cache
 def hub(name: str, version: int) -> Any:
     """A package of kernels from Hugging Face's Hub, in the version that transformers uses; it is downloaded."""
-    get_kernel: Any = importlib.import_module("kernels").get_kernel
+    get_kernel: Any = import_module("kernels").get_kernel
     return get_kernel(f"kernels-community/{name}", version=version)

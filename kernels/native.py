@@ -188,7 +188,7 @@ class Workspace(ctypes.Structure):
 
 
 def fields(integers: str, tensors: str, views: str = "", reals: str = "") -> tuple:
-    """The fields of a Work, by their names in order: real numbers, integers, tensors (with their strides those that are in
+    """The fields of a Workspace, by their names in order: real numbers, integers, tensors (with their strides those that are in
     `views`, too); and what all end with: `next`, the counter of units, and `failed`, whether there was no memory."""
     kinds = dict.fromkeys(views.split(), View)
     return (

@@ -59,10 +59,10 @@ class LayerBytes:
         """Bytes after so many tokens."""
         return self.state + self.convolution + self.token * (length if self.window is None else min(length, self.window))
 
-    def fixed(self, itemsize: int, state_itemsize: int, scale: float = 1.0) -> int:
-        """Bytes of states where an engine holds them in another dtype, and one input of a convolution less. scale: of the dtype
-        of convolutions to the one here."""
-        return self.numbers * state_itemsize + int(self.convolution * scale * (self.taps - 1) / self.taps)
+    def fixed(self, itemsize: int, scale: float = 1.0) -> int:
+        """Bytes of states where an engine holds them in another dtype, and one input of a convolution less. itemsize: of states.
+        scale: of the dtype of convolutions to the one here."""
+        return self.numbers * itemsize + int(self.convolution * scale * (self.taps - 1) / self.taps)
 
 
 @dataclass
@@ -82,13 +82,13 @@ class CacheBytes:
     def llama_cpp(self, length: int, batch: int = 1) -> int:
         """What llama.cpp allocates by default for so many sequences of so many tokens each, as one context."""
         size, context = self.dtype.itemsize, -(-length * batch // CONTEXT) * CONTEXT
-        states = sum(layer.fixed(size, 4, 4 / size) for layer in self.layers)
+        states = sum(layer.fixed(4, 4 / size) for layer in self.layers)
         return batch * states + sum(layer.token * 2 // size * context for layer in self.layers)
 
     def vllm(self, length: int, batch: int = 1) -> int:
         """What vLLM takes from its pool for so many sequences: without prefix caching, states in the model's dtype."""
         size = self.dtype.itemsize
-        states = [layer.fixed(size, size) for layer in self.layers]
+        states = [layer.fixed(size) for layer in self.layers]
         tokens = [layer.token for layer in self.layers if layer.token]
         largest, token = max(states), max(tokens, default=1)
         block = max(BLOCK, -(-largest // (BLOCK * token)) * BLOCK)

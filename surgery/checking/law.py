@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GenerationConfig, PreTrainedModel
 
-Verdict = Literal["wrong", "refused", "right", "not applicable"]  # worst first
+Verdict = Literal["wrong", "refused", "right", "not applicable"]
 Pair = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, float]  # what was found, what is right, and a bound of its own
 CACHES = ("past_key_values", "cache_params", "state")  # what models call the cache that they take and return
 # Of the largest logit, in float64. Rounding there is below 1e-12, but a model may round a constant to float32 in one way of
@@ -120,7 +120,12 @@ class Law:
                     found.append(subject.judge(name, *logits))
         except NotApplicable as reason:
             found = [Case("", "not applicable", 0.0, 0.0, str(reason))]
-        order: list[Verdict] = ["wrong", "right", "refused", "not applicable"]
+        order: list[Verdict] = [
+            "wrong",
+            "right",
+            "refused",
+            "not applicable",
+        ]  # a case that holds outweighs a refusal
         worst = min(found, key=lambda case: (order.index(case.verdict), -case.difference))
         where = ": ".join(part for part in (worst.name, worst.where) if part)
         advice = self.advice if worst.verdict == "wrong" else ""

@@ -50,7 +50,7 @@ SIZES = {
         ("chunk_size", "mamba_chunk_size", "block_size", "index_topk", "indexer_budget", "indexer_compress_ratio"), 16
     ),
     **dict.fromkeys(("sliding_window", "sliding_window_size", "attention_window_size", "rel_extent"), 32),
-    **dict.fromkeys(("max_position_embeddings", "context_length", "model_max_length", "index_kpool"), 128),
+    **dict.fromkeys(("max_position_embeddings", "context_length", "model_max_length"), 128),
     **dict.fromkeys(("num_dense_layers", "first_k_dense_replace", "num_nextn_predict_layers"), 1),
     "unpadded_vocab_size": 97,
     "block_multiple_of": 8,

@@ -349,9 +349,7 @@ def convolve(
     What the cache holds at `place` of earlier tokens stands before x; then it holds each row's last tokens that exist, so that
     a prompt may be padded on the right as well.
     """
-    hook = getattr(
-        conv, "_hf_hook", None
-    )  # of accelerate, which fetches weights for a module that is called, and this one is not
+    hook = getattr(conv, "_hf_hook", None)  # accelerate fetches the weights of a module that is called, and this one is not
     if hook is not None:
         hook.pre_forward(conv)
     t, silu = x.shape[1], activation in SILU

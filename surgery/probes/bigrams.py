@@ -153,8 +153,10 @@ class Bigrams:
         random.Random(f"bigrams {seed}").shuffle(repeats)
         offsets, asked = np.concatenate(ranges), list[Question]()
         for row, place in repeats:
-            question = self._ask(texts[row], offsets[row], rows[row], place, before[row, place]) if len(asked) < n else None
-            asked += [question] if question else []
+            if len(asked) == n:
+                break
+            if question := self._ask(texts[row], offsets[row], rows[row], place, before[row, place]):
+                asked.append(question)
         if not asked:
             raise UserError(
                 f"no rare pair of tokens comes again within {self.tokens} tokens of {', '.join(self.sources)}; take a longer "

@@ -48,8 +48,7 @@ class Encoded:
 
     def scores(self, logits: Tensor) -> Tensor:
         """logits (points, vocabulary) -> (questions, choices): summed log-probabilities in float32 at least, -inf where a
-        question has
-        fewer choices than another. Raises UserError where they are not finite."""
+        question has fewer choices than another. Raises UserError where they are not finite."""
         question, choice, point, token = self.terms.to(logits.device).unbind(1)
         log_p = at_least_float32(logits).log_softmax(-1)[point, token]
         if not log_p.isfinite().all():

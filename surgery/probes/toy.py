@@ -25,7 +25,7 @@ KEYS = tuple(
     moon motor mountain nail needle ocean olive onion orange oven paper pencil pepper pillow planet plate pocket potato
     rabbit ribbon river rocket saddle sand shadow shovel silver spoon statue stone table temple thunder ticket tower tunnel
     """.split()
-)[:128]
+)
 
 PEOPLE = tuple(
     first + last

@@ -232,15 +232,12 @@ class Run:
         torch.manual_seed(self.batches.seed * 1_000_003 + step)  # of dropout in adapters
         for group in self.optimizer.param_groups:
             group["lr"] = self.options.learning_rate * self.watcher.share(step)
-        own = [
-            (part.rows(rows).to(self.accelerator.device), counts)
-            for part in self.batches.step(step)
-            for counts in [tuple(count / self.processes for count in part.counts())]
-            for rows in torch.arange(self.rank, len(part), self.processes).tensor_split(
-                self.options.gradient_accumulation_steps
-            )
-            if len(rows)
-        ]
+        own = []
+        for part in self.batches.step(step):
+            counts = tuple(count / self.processes for count in part.counts())
+            mine = torch.arange(self.rank, len(part), self.processes)
+            pieces = mine.tensor_split(self.options.gradient_accumulation_steps)
+            own += [(part.rows(rows).to(self.accelerator.device), counts) for rows in pieces if len(rows)]
         sums: dict[str, Tensor] = {}
         for number, (part, counts) in enumerate(own):
             last = number == len(own) - 1
