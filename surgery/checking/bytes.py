@@ -60,8 +60,8 @@ class LayerBytes:
         return self.state + self.convolution + self.token * (length if self.window is None else min(length, self.window))
 
     def fixed(self, itemsize: int, scale: float = 1.0) -> int:
-        """Bytes of states where an engine holds them in another dtype, and one input of a convolution less. itemsize: of states.
-        scale: of the dtype of convolutions to the one here."""
+        """Bytes where an engine holds states in another dtype, and one input of a convolution less. itemsize: of states. scale:
+        of the dtype of convolutions to the one here."""
         return self.numbers * itemsize + int(self.convolution * scale * (self.taps - 1) / self.taps)
 
 

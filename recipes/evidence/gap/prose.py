@@ -279,7 +279,7 @@ def draw(rows: list[Row], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     cells = [cell for cell in list_cells()[:0:-1] if cell[1] in (0.0, gap.EQUAL, LONG)]
-    figure, panels = plt.subplots(1, 2, figsize=(9.5, 5), sharey=True, layout="constrained")
+    figure, panels = plt.subplots(1, 2, figsize=(10, 5.2), sharey=True, layout="constrained")
     for axes, asked, title in zip(panels, (f"bigrams.{LENGTH}", "text"), ("repeated rare bigrams", "all tokens"), strict=True):
         for place, cell in enumerate(cells):
             color = "#111827" if cell[0] in ("twin", "twin layer") else "#0072b2" if cell[0] not in RIVALS else "#d55e00"
@@ -288,7 +288,7 @@ def draw(rows: list[Row], path: Path) -> None:
             axes.plot(np.mean(found), place, "|", color=color, markersize=14, markeredgewidth=2)
         axes.axvline(0, color="#6b7280", linewidth=0.8)
         axes.set(xlabel="nats saved", title=title)
-    panels[0].set_yticks(range(len(cells)), [textwrap.fill(named(cell).strip("*"), 56) for cell in cells], fontsize=8)
+    panels[0].set_yticks(range(len(cells)), [textwrap.fill(named(cell).strip("*"), 64) for cell in cells], fontsize=7.5)
     figure.savefig(path, dpi=120)
 
 
