@@ -274,7 +274,7 @@ def test_an_engine_without_code_for_a_model_has_no_bytes():
 
 def test_vllm_fills_a_page_with_attention():
     sizes = count_cache_bytes(shrink(read_config("bamba")), "float32")
-    (state,) = {layer.fixed(4, 4) for layer in sizes.layers if layer.state}
+    (state,) = {layer.fixed(4) for layer in sizes.layers if layer.state}
     (token,) = {layer.token for layer in sizes.layers if layer.token}
     block = -(-state // (16 * token)) * 16
     assert sizes.vllm(block) == 3 * block * token  # two states, and a block of the one attention layer
