@@ -71,6 +71,6 @@ def markdown_table(table: Table) -> str:
 
 
 def escape(text: str) -> str:
-    """A text that comes from a user or a model's name, as Markdown shows it; control characters are written out."""
-    text = printable(text)
-    return re.sub(r"([\\`*<>\]\[_])", r"\\\1", text) if re.search(r"[\\`*<>_]", text) else text
+    """A text that comes from a user or a model's name, as Markdown shows it: no link, no emphasis, no HTML. Brackets of an
+    interval stay, and control characters are written out."""
+    return re.sub(r"([\\`*<>_]|\[(?=[^\]]*\]\())", r"\\\1", printable(text))

@@ -11,7 +11,7 @@ from surgery.records.ranking import Circuit, Edge, Estimate, HeadScore, Ranking,
 from surgery.records.record import Provenance
 from surgery.records.report import Change, Cost, Measurement, ModelReport, OnText, Report, Verdict
 from surgery.report.figures import as_png, as_svg, draw_gain, draw_retrieval
-from surgery.report.markdown import render_markdown
+from surgery.report.markdown import escape, render_markdown
 from surgery.report.page import render_page, write_report
 from surgery.report.tables import costs_table, describe_change, describe_p, results_table, short_table
 
@@ -118,6 +118,11 @@ def test_names_of_others_are_text():
     assert "<script" not in re.sub(r"\\.", "", markdown)
     rows = [line for line in markdown.splitlines() if line.startswith("|")]
     assert all("\n" not in row for row in rows)
+
+
+def test_markdown_of_a_name_makes_no_link_and_leaves_intervals():
+    assert escape("0.74 [0.61, 0.80]") == "0.74 [0.61, 0.80]"
+    assert escape("[a](http://x) <b> *c*") == r"\[a](http://x) \<b\> \*c\*"
 
 
 def test_no_control_character_reaches_a_report():
