@@ -120,12 +120,8 @@ class Law:
                     found.append(subject.judge(name, *logits))
         except NotApplicable as reason:
             found = [Case("", "not applicable", 0.0, 0.0, str(reason))]
-        order: list[Verdict] = [
-            "wrong",
-            "right",
-            "refused",
-            "not applicable",
-        ]  # a case that holds outweighs a refusal
+        # A case that holds outweighs a refusal.
+        order: list[Verdict] = ["wrong", "right", "refused", "not applicable"]
         worst = min(found, key=lambda case: (order.index(case.verdict), -case.difference))
         where = ": ".join(part for part in (worst.name, worst.where) if part)
         advice = self.advice if worst.verdict == "wrong" else ""

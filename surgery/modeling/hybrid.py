@@ -84,12 +84,16 @@ class GraftedModel:
             return None
         return next((m for m in self.base_model.layers[layer].modules() if hasattr(m, "graft_enabled")), None)
 
+    def own_mixers(self: Any) -> list[Any]:
+        """The mixers with a graft that splice added, and that did not come with the base."""
+        return [self.mixer_at(entry["layer"]) for entry in self.config.grafts if not entry.get("of_base")]
+
     @contextmanager
     def disable_grafts(self: Any) -> Iterator[None]:
         """`with hybrid.disable_grafts(): ...`: meanwhile the hybrid computes what its base computes, bit for bit. Grafts that
         the base brought ("of_base" in their entries) stay. A cache that is filled meanwhile holds no keys, and is refused
         afterwards."""
-        grafted = [self.mixer_at(entry["layer"]) for entry in self.config.grafts if not entry.get("of_base")]
+        grafted = self.own_mixers()
         before = [m.graft_enabled for m in grafted]
         try:
             for mixer in grafted:
@@ -139,8 +143,7 @@ class HybridLanguageModel(GraftedModel):
 
     def graft_parameters(self: Any) -> dict[str, nn.Parameter]:
         """The parameters of the grafts, by name: what splice added, and not what came with the base."""
-        mixers = [self.mixer_at(entry["layer"]) for entry in self.config.grafts if not entry.get("of_base")]
-        own = {id(parameter) for mixer in mixers for parameter in mixer.graft.parameters()}
+        own = {id(parameter) for mixer in self.own_mixers() for parameter in mixer.graft.parameters()}
         return {name: parameter for name, parameter in self.named_parameters() if id(parameter) in own}
 
     def print_trainable_parameters(self: Any) -> None:

@@ -240,16 +240,15 @@ def check_grafts(path: Path, grafts: Any, layers: Any) -> None:
         raise UserError(f"{path}: grafts has to be a list of grafts, each with its layer")
     for entry in grafts:
         layer, kind = entry["layer"], entry.get("kind", "head")
-        gone = {
-            "mlp": "a layer graft with its donor's MLP",
-            "shared": "query-key pairs that several heads share",
-            "direct": "heads from a donor",
-            "own_values": "heads with values of their own",
-        }
-        what = next((words for field, words in gone.items() if entry.get(field)), "")
-        what = "a smaller state" if entry.get("whole_state") is not None else what
-        what = what if kind in ("head", "layer") else f"a graft of kind '{kind}'"
-        if what:
+        gone = [
+            (kind not in ("head", "layer"), f"a graft of kind '{kind}'"),
+            (entry.get("whole_state") is not None, "a smaller state"),
+            (entry.get("mlp"), "a layer graft with its donor's MLP"),
+            (entry.get("shared"), "query-key pairs that several heads share"),
+            (entry.get("direct"), "heads from a donor"),
+            (entry.get("own_values"), "heads with values of their own"),
+        ]
+        if what := next((words for has_it, words in gone if has_it), None):
             raise UserError(f"{path}: layer {layer} has {what}; 0.30.0 was the last version that had it")
         if not 0 <= layer < layers:
             raise UserError(f"{path}: a graft is in layer {layer}, and there are {layers} layers")

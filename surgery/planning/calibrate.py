@@ -53,10 +53,10 @@ def read_scores(hybrid: Any, rows: Tensor, batch_size: int) -> dict[str, Tensor]
     """Head -> the log-sum-exp of its scores at every token of text, in nats; for channels of a pair those of all of them."""
     parts: dict[tuple[Graft, int], list[Tensor]] = defaultdict(list)
     heads: dict[str, tuple[Graft, int]] = {}
-    for entry in (each for each in hybrid.config.grafts if not each.get("of_base")):
-        graft = hybrid.mixer_at(entry["layer"]).graft
+    for mixer in hybrid.own_mixers():
+        graft = mixer.graft
         for pair, places in enumerate(served(graft)):
-            names = Site(entry["layer"], tuple(graft.heads[place] for place in places)).head_names
+            names = Site(mixer.layer_idx, tuple(graft.heads[place] for place in places)).head_names
             heads |= dict.fromkeys(names, (graft, pair))
 
     def watch(graft: Graft, m: Tensor) -> None:
@@ -133,8 +133,7 @@ def read_matches(hybrid: Any, ids: Tensor, chosen: Tensor, batch_size: int) -> d
             for name in site.head_names:
                 found[name].append(both)  # type: ignore[arg-type]
 
-    mixers = [hybrid.mixer_at(entry["layer"]) for entry in hybrid.config.grafts if not entry.get("of_base")]
-    handles = [mixer.graft.register_forward_pre_hook(note) for mixer in mixers]
+    handles = [mixer.graft.register_forward_pre_hook(note) for mixer in hybrid.own_mixers()]
     device = next(hybrid.parameters()).device
     for some, at in zip(ids.split(batch_size), chosen.split(batch_size), strict=True):  # noqa: B007
         hybrid(input_ids=some.to(device), use_cache=False, logits_to_keep=1)

@@ -94,8 +94,7 @@ def unsplice(hybrid: Any) -> Any:
     family = family_of(hybrid.config)
     if family is None or not isinstance(hybrid, family.hybrid):
         raise UserError(f"a {type(hybrid).__name__} is no hybrid; unsplice takes one, without PEFT's wrapper around it")
-    own = [hybrid.mixer_at(entry["layer"]) for entry in hybrid.config.grafts if not entry.get("of_base")]
-    if any(isinstance(mixer, LayerGraftMixer) and not mixer.replaced for mixer in own):
+    if any(isinstance(mixer, LayerGraftMixer) and not mixer.replaced for mixer in hybrid.own_mixers()):
         raise UserError("the folder of a hybrid does not hold what a layer graft replaced; load the base instead")
     beneath = [{k: v for k, v in entry.items() if k != "of_base"} for entry in hybrid.config.grafts if entry.get("of_base")]
     kind = family.hybrid if beneath else family.base

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from surgery.errors import UserError
+from surgery.locating.attribution import graft_mixers
 from surgery.modeling.graft import GraftMixer, Streams
 from surgery.records.plan import Plan
 from surgery.records.site import Site
@@ -31,8 +32,7 @@ def control_plan(name: str, model: Any, plan: Plan, seed: int) -> Plan:
     if name == "whole_layer":
         return Plan(kind="layer", sites=tuple(Site(site.layer) for site in plan.sites), seed=seed)
     hybrid, rng = adopt(model), random.Random(f"{name} {seed}")
-    mixers = {layer: hybrid.mixer_at(layer) for layer in range(model.config.num_hidden_layers)}
-    layers = [layer for layer, mixer in mixers.items() if mixer is not None and mixer.graft is None]
+    layers = list(graft_mixers(hybrid))
     own = {site.layer: site.heads for site in plan.sites}
     if name == "random_site":
         others = [layer for layer in layers if layer not in own]
