@@ -55,7 +55,7 @@ BASE = {  # the recipe of tiny-skills, cut; the curriculum goes by the step, so 
     **{"curriculum": {"first": 2, "last": 64, "over": 1200}, "targets": 128, "queries": 32, "documents": 2, "choice": 0},
 }
 WIDTH = 32  # of queries and keys, in twins and in edits
-PLAN = surgery.PlanOptions(gate=1.0, width=WIDTH)
+PLAN, LOCATE = surgery.PlanOptions(gate=1.0, width=WIDTH), surgery.Locate(roles=0, options={"pairs": 32})
 KINDS = ("kv", "text")  # that a step of tuning sees
 SHARES = (0.0, 0.001, 0.003, 0.01, 0.03, 0.1)  # of the pretraining tokens
 EQUAL = 0.03  # at which rivals are compared
@@ -124,9 +124,8 @@ class Seed:
 
     @cache  # noqa: B019
     def ranking(self) -> Any:
-        probe = make_probe("kv", self.tokenizer, **training_options("kv", {"pairs": 32}))
-        options = surgery.Locate(roles=0, options={"pairs": 32})
-        return surgery.locate(self.base, self.tokenizer, probe.questions(128, self.seed), options)
+        probe = make_probe(LOCATE.probe, self.tokenizer, **training_options(LOCATE.probe, LOCATE.options))
+        return surgery.locate(self.base, self.tokenizer, probe.questions(128, self.seed), LOCATE)
 
     @cache  # noqa: B019
     def plan(self, heads: int) -> Plan:
@@ -263,23 +262,24 @@ def read_rows(record: Path = RECORD) -> list[dict[str, Any]]:
     return [json.loads(line) for line in read_text(record).splitlines()] if record.exists() else []
 
 
-def measure_all(seeds: list[int]) -> None:
+def add_row(record: Path, row: dict[str, Any]) -> None:
+    """Write one row more; rows that another process has written meanwhile stay."""
+    write_text(record, (read_text(record) if record.exists() else "") + json.dumps(row) + "\n")
+
+
+def measure_all(seeds: list[int], record: Path = RECORD, cells: Any = None, make: Any = Seed) -> None:
     """Measure the cells that the record does not hold, seed by seed, and say beforehand how long it takes."""
-    rows = read_rows()
+    rows = read_rows(record)
     done = {(row["seed"], row["model"], row["share"]) for row in rows}
-    todo = [(seed, name, share) for seed in seeds for name, share in list_cells() if (seed, name, share) not in done]
-    spent: dict[tuple[str, float], list[float]] = {}
-    for row in rows:
-        spent.setdefault((row["model"], row["share"]), []).append(row["cpu_seconds"])
-    known = [float(np.mean(spent[name, share])) for _, name, share in todo if (name, share) in spent]
-    say(f"{len(todo)} cells; {len(known)} of them took {sum(known) / 60:.0f} minutes of one core in other seeds")
-    current = Seed(seeds[0])
+    todo = [(seed, name, share) for seed in seeds for name, share in cells or list_cells() if (seed, name, share) not in done]
+    spent = {(row["model"], row["share"]): row["cpu_seconds"] for row in rows}
+    known = [spent[name, share] for _, name, share in todo if (name, share) in spent]
+    say(f"{len(todo)} cells; {len(known)} of them took {sum(known) / 60:.0f} minutes of one core in another seed")
+    current = make(seeds[0])
     for number, (seed, name, share) in enumerate(todo):
-        if seed != current.seed:
-            current = Seed(seed)
+        current = current if current.seed == seed else make(seed)
         say(f"cell {number + 1} of {len(todo)}: seed {seed}, {name}, {share:.1%} of the tokens")
-        rows.append(current.measure(name, share))
-        write_text(RECORD, "".join(json.dumps(row) + "\n" for row in rows))
+        add_row(record, current.measure(name, share))
 
 
 # What the page says
@@ -414,11 +414,8 @@ def write_page(rows: list[dict[str, Any]]) -> str:
         lines.append(f"| {' | '.join(line)} |" if line else "")
         if line and not before:
             lines.append("|---" * len(line) + "|")
-    tokens = {}
-    for cell in (base, main):
-        seen = [row["tokens"] for row in rows if (row["model"], row["share"]) == cell]
-        tokens[cell] = np.mean([[sum(each.values()), each["kv"]] for each in seen], axis=0)
-    first = at[base]
+    seen = {cell: [row["tokens"] for row in rows if (row["model"], row["share"]) == cell] for cell in (base, main)}
+    tokens = {cell: np.mean([[sum(each.values()), each["kv"]] for each in own], axis=0) for cell, own in seen.items()}
     return PAGE.format(
         verdict=f"{'A rival scores higher than the edit:' if beaten else 'The strongest rival is'} {rivals[best]}",
         theirs=mean(rows, best, "kv.64"),
@@ -430,7 +427,7 @@ def write_page(rows: list[dict[str, Any]]) -> str:
         middle=median(shares(rows, main, "kv.64", "twin")),
         seeds=f"{len(seeds)} seed{'s' * (len(seeds) > 1)} ({', '.join(map(str, seeds))})",
         cells=f"{len(rows)} of {len(cells) * len(seeds)}",
-        parameters=first["trained"],
+        parameters=at[base]["trained"],
         tokens=tokens[base][0],
         pairs=tokens[base][1],
         seen=tokens[main][0],
@@ -441,8 +438,8 @@ def write_page(rows: list[dict[str, Any]]) -> str:
         failed=f"seed {', '.join(map(str, failed))}" if failed else "none",
         tables="\n".join(lines),
         minutes=sum(row["cpu_seconds"] for row in rows) / 60,
-        packages=", ".join(f"{name} {version}" for name, version in first["provenance"]["packages"].items()),
-        machine=first["provenance"]["machine"],
+        packages=", ".join(f"{name} {version}" for name, version in at[base]["provenance"]["packages"].items()),
+        machine=at[base]["provenance"]["machine"],
     )
 
 
@@ -477,13 +474,20 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
+def parse_arguments(words: str, page: str, **others: Any) -> Any:
+    """The command line of a study, which computes with one thread. words: its docstring. page: what --page does."""
+    parser = argparse.ArgumentParser(description=words.splitlines()[0])
+    for name, options in others.items():
+        parser.add_argument(name, **options)
+    parser.add_argument("--seeds", type=int, nargs="*", default=[], help="seeds of which what is missing is measured")
+    parser.add_argument("--page", action="store_true", help=page)
+    torch.set_num_threads(1)
+    return parser.parse_args()
+
+
 def main() -> None:
     """Measure, and write the page."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, nargs="*", default=[], help="seeds of which what is missing is measured")
-    parser.add_argument("--page", action="store_true", help="write gap.png and README.md from gap.jsonl")
-    given = parser.parse_args()
-    torch.set_num_threads(1)
+    given = parse_arguments(__doc__, "write gap.png and README.md from gap.jsonl")
     if given.seeds:
         measure_all(given.seeds)
     if given.page:

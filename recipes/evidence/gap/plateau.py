@@ -9,13 +9,10 @@ for 2,000 steps at the best of the three. The best answers most of 400 other que
 row is on disk at once, and a tuning goes on from its last 50 steps.
 """
 
-import argparse
-import json
 from typing import Any
 
 import gap
 import numpy as np
-import torch
 
 import surgery
 from surgery.evaluation.costs import cache_bytes, read_context
@@ -85,7 +82,7 @@ def measure_all(seeds: list[int]) -> None:
         say(f"seed {seed}, {name}, rate times {factor:.2g}, {steps}; after it {len(todo) - 1} more are known")
         current = current if current.seed == seed else gap.Seed(seed)
         rows.append(measure(current, name, factor, auto))
-        write_text(RECORD, "".join(json.dumps(row) + "\n" for row in rows))
+        gap.add_row(RECORD, rows[-1])
 
 
 PAGE = """# Rivals tuned for longer
@@ -162,11 +159,7 @@ def write_page(rows: list[Row], brief: list[Row]) -> str:
 
 def main() -> None:
     """Measure, and write the page."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, nargs="*", default=[], help="seeds of which what is missing is measured")
-    parser.add_argument("--page", action="store_true", help="write plateau.md from plateau.jsonl and gap.jsonl")
-    given = parser.parse_args()
-    torch.set_num_threads(1)
+    given = gap.parse_arguments(__doc__, "write plateau.md from plateau.jsonl and gap.jsonl")
     if given.seeds:
         measure_all(given.seeds)
     if given.page:

@@ -11,8 +11,6 @@ bigrams of four novels of valid/, and models are measured on the others, by auth
 repeated rare bigrams, on the other tokens and on all, at the length of pretraining, twice and four times that.
 """
 
-import argparse
-import json
 import textwrap
 import time
 from collections import Counter
@@ -26,7 +24,6 @@ from transformers import AutoTokenizer
 
 import surgery
 from surgery.evaluation.controls import fit_copy_cache
-from surgery.probes import make_probe
 from surgery.records.recipe import Hints
 from surgery.runtime.files import read_text, write_text
 from surgery.runtime.progress import say
@@ -53,9 +50,8 @@ LENGTHS = (LENGTH, 2 * LENGTH, 4 * LENGTH)
 LONG = 0.1  # of the pretraining tokens
 SHARES = (0.0, 0.003, 0.01, gap.EQUAL, LONG)
 EDITS = ("4 heads", "no null key")
-TWINS = {"": gap.TWINS["twin"], " layer": gap.TWINS["twin layer"]}
-Row = dict[str, Any]
 RIVALS = ("copy cache", "more training", "all weights", "same layer", "adapters", "initial state", "other layer", "whole layer")
+Row = dict[str, Any]
 
 
 def list_cells() -> list[tuple[str, float]]:
@@ -76,6 +72,9 @@ def take_books(books: Path) -> None:
     gap.TUNE = surgery.Tune(**TUNE)
     tuned = tuple(str(file) for file in sorted((books / "train").glob("*.txt"))[::TUNED])
     gap.DATA = surgery.Data(skills=(), train_text=tuned, held_out_text=str(held))
+    located = [str(file) for file in sorted((books / "valid").glob("*.txt")) if file.name.startswith(AUTHORS)]
+    options = {"source": located, "elsewhere": str(books / "train" / COUNTED), "tokens": LENGTH}
+    gap.LOCATE = surgery.Locate(probe="bigrams", roles=0, options=options)
     gap.BENCH = surgery.Bench(suites=("bigrams", "text"), contexts=LENGTHS, windows=128, window=LENGTH)
 
 
@@ -129,19 +128,11 @@ class Prose(gap.Seed):
 
     def __init__(self, seed: int, books: Path):
         super().__init__(seed)
-        self.books, self.tokenizer = books, AutoTokenizer.from_pretrained(TOKENIZER)
+        self.tokenizer = AutoTokenizer.from_pretrained(TOKENIZER)
         self.corpus = read_corpus(books, self.tokenizer)
 
     def open_training(self, recipe: Any, name: str) -> Any:
         return ProseTraining(recipe, self.tokenizer, WORK / f"{self.seed}-{name}", self.corpus)
-
-    @gap.cache
-    def ranking(self) -> Any:
-        files = [str(file) for file in sorted((self.books / "valid").glob("*.txt")) if file.name.startswith(AUTHORS)]
-        options = {"source": files, "elsewhere": str(self.books / "train" / COUNTED), "tokens": LENGTH}
-        probe = make_probe("bigrams", self.tokenizer, **options)
-        found = surgery.Locate(probe="bigrams", roles=0, options=options)
-        return surgery.locate(self.base, self.tokenizer, probe.questions(128, self.seed), found)
 
     def begin(self, name: str) -> tuple[Any, Any, surgery.Tune, int]:
         if name != "hints":
@@ -163,32 +154,10 @@ class Prose(gap.Seed):
         return {**row, "shares": {str(order): each for order, each in cache.shares.items()}, "cpu_seconds": spent}
 
 
-def measure_all(books: Path, seeds: list[int]) -> None:
-    """Measure cell by cell what the record does not hold, and say beforehand how long it takes."""
-    RECORD.touch()
-    rows = gap.read_rows(RECORD)
-    done = {(row["seed"], row["model"], row["share"]) for row in rows}
-    todo = [(seed, *cell) for seed in seeds for cell in list_cells() if (seed, *cell) not in done]
-    spent = {(row["model"], row["share"]): row["cpu_seconds"] for row in rows}
-    known = [spent[name, share] for _, name, share in todo if (name, share) in spent]
-    say(f"{len(todo)} cells; {len(known)} of them took {sum(known) / 60:.0f} minutes of one core in other seeds")
-    take_books(books)
-    current = None
-    for number, (seed, name, share) in enumerate(todo):
-        current = current if current and current.seed == seed else Prose(seed, books)
-        say(f"cell {number + 1} of {len(todo)}: seed {seed}, {name}, {share:.1%} of the tokens")
-        row = current.measure(name, share)
-        with RECORD.open("a", encoding="utf-8") as record:  # so that seeds can be measured beside each other
-            record.write(json.dumps(row) + "\n")
-
-
 # What the page says
 
-WORDS = gap.RIVALS | gap.EDITS | {f"twin{more}": f"**the twin: {words}**" for more, words in TWINS.items()}
-WORDS |= {
-    "2 heads": "two located heads",
-    "hints": "the same with hints, and a tenth of the KL weight",
-}
+WORDS = gap.RIVALS | gap.EDITS | {name: f"**the twin: {words}**" for name, words in gap.TWINS.items()}
+WORDS |= {"2 heads": "two located heads", "hints": "the same with hints, and a tenth of the KL weight"}
 WORDS |= {"copy cache": "an untrained n-gram cache of the text", "other layer": "two random heads of other layers"}
 COLUMNS = {f"bigrams.{LENGTH}": "bigrams", f"bigrams.{LENGTHS[-1]}": f"bigrams, {LENGTHS[-1]:,} tokens"}
 COLUMNS |= {f"other_tokens.{LENGTH}": "other tokens", "text": "all tokens"}
@@ -244,7 +213,7 @@ def write_page(rows: list[Row]) -> str:
         closed = gap.show(gap.shares(rows, cell, f"bigrams.{LENGTH}", "twin"))
         lines.append([named(cell), f"{at[cell]['trained']:,}", cache, *figures, closed])
     rivals = [cell for cell in list_cells() if cell[0] in RIVALS]
-    counted = len({row["seed"] for row in rows})
+    seeds = sorted({row["seed"] for row in rows})
 
     def gain(cell: tuple[str, float], asked: str = f"bigrams.{LENGTH}") -> float:
         return float(np.mean(saved(rows, cell, asked)))
@@ -254,9 +223,8 @@ def write_page(rows: list[Row]) -> str:
     verdict += f" {gain(MAIN):.3f}, and attention there from the first step on {gain(('twin', 0.0)):.3f}; on all tokens"
     verdict += f" {gain(best, 'text'):.3f}, {gain(MAIN, 'text'):.3f} and {gain(('twin', 0.0), 'text'):.3f}."
     recall = {name: sum(recalls(row) for row in rows if row["model"] == name) for name in ("base", "twin", "twin layer")}
-    verdict += f"\n{recall['base']} of {counted} bases lose less on repeated rare bigrams than on other tokens, and so recall;"
-    verdict += f" {recall['twin'] + recall['twin layer']} of {2 * counted} twins do."
-    seeds = sorted({row["seed"] for row in rows})
+    verdict += f"\n{recall['base']} of {len(seeds)} bases lose less on repeated rare bigrams than on other tokens, and so"
+    verdict += f" recall; {recall['twin'] + recall['twin layer']} of {2 * len(seeds)} twins do."
     return PAGE.format(
         verdict=verdict,
         seeds=f"Seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}",
@@ -294,14 +262,11 @@ def draw(rows: list[Row], path: Path) -> None:
 
 def main() -> None:
     """Measure, and write the page."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("books", type=Path, nargs="?", help="a folder with train/ and valid/")
-    parser.add_argument("--seeds", type=int, nargs="*", default=[], help="seeds of which what is missing is measured")
-    parser.add_argument("--page", action="store_true", help="write prose.md and prose.png from prose.jsonl")
-    given = parser.parse_args()
-    torch.set_num_threads(1)
+    books = {"type": Path, "nargs": "?", "help": "a folder with train/ and valid/"}
+    given = gap.parse_arguments(__doc__, "write prose.md and prose.png from prose.jsonl", books=books)
     if given.seeds:
-        measure_all(given.books, given.seeds)
+        take_books(given.books)
+        gap.measure_all(given.seeds, RECORD, list_cells(), lambda seed: Prose(seed, given.books))
     if given.page:
         rows = gap.read_rows(RECORD)
         counts = Counter(row["seed"] for row in rows)

@@ -6,15 +6,12 @@
 The base, its twin, and the edit before and after its tuning on dictionaries, on seeds of gap.py with trainings in runs/gap.
 """
 
-import argparse
-import json
 import random
 import time
 from dataclasses import replace
 from typing import Any
 
 import gap
-import torch
 
 from surgery.evaluation.suites import Given, Measurement, ask_probe, ask_questions
 from surgery.probes import make_probe
@@ -85,8 +82,7 @@ def measure_all(seeds: list[int]) -> None:
         given = Given(current.tokenizer, gap.BENCH, gap.DATA, seed)
         results = {each.name: gap.pack(each.ask(model), each.metric) for each in asked(given)}
         spent = round(time.process_time() - started, 1)
-        rows.append({"seed": seed, "model": name, "share": share, "results": results, "cpu_seconds": spent})
-        write_text(RECORD, "".join(json.dumps(row) + "\n" for row in rows))
+        gap.add_row(RECORD, {"seed": seed, "model": name, "share": share, "results": results, "cpu_seconds": spent})
 
 
 PAGE = """# Longer prompts, and other questions
@@ -120,11 +116,7 @@ def write_page(rows: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     """Measure, and write the page."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, nargs="*", default=[], help="seeds of which what is missing is measured")
-    parser.add_argument("--page", action="store_true", help="write reach.md from reach.jsonl")
-    given = parser.parse_args()
-    torch.set_num_threads(1)
+    given = gap.parse_arguments(__doc__, "write reach.md from reach.jsonl")
     if given.seeds:
         measure_all(given.seeds)
     if given.page:

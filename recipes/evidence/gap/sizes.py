@@ -7,13 +7,10 @@ The base, its twin, the edit at four numbers of tokens, and two rivals, as in ga
 trainings in runs/gap/SHAPE. The law is fitted to Mamba-2 bases of all widths but the largest, and tested on the largest.
 """
 
-import argparse
-import json
 from typing import Any
 
 import gap
 import numpy as np
-import torch
 
 from surgery.runtime.files import write_text
 from surgery.runtime.progress import say
@@ -62,8 +59,7 @@ def measure_all(shapes: list[str], seeds: list[int]) -> None:
             take_shape(shape)
             current = ((shape, seed), gap.Seed(seed))
         say(f"cell {number + 1} of {len(todo)}: {shape}, seed {seed}, {name}, {share:.1%} of the tokens")
-        rows.append({"shape": shape, **current[1].measure(name, share)})
-        write_text(RECORD, "".join(json.dumps(row) + "\n" for row in rows))
+        gap.add_row(RECORD, {"shape": shape, **current[1].measure(name, share)})
 
 
 # The law
@@ -233,12 +229,8 @@ def draw(rows: list[Row], path: Any) -> None:
 
 def main() -> None:
     """Measure, and write the page."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shapes", nargs="*", default=[name for name in SHAPES if name != "64"], choices=SHAPES)
-    parser.add_argument("--seeds", type=int, nargs="*", default=[], help="seeds of which what is missing is measured")
-    parser.add_argument("--page", action="store_true", help="write sizes.md and sizes.png")
-    given = parser.parse_args()
-    torch.set_num_threads(1)
+    shapes = {"nargs": "*", "default": [name for name in SHAPES if name != "64"], "choices": SHAPES}
+    given = gap.parse_arguments(__doc__, "write sizes.md and sizes.png", **{"--shapes": shapes})
     if given.seeds:
         measure_all(given.shapes, given.seeds)
     if given.page:
