@@ -42,10 +42,12 @@ class Example:
     pieces: tuple[tuple[str, str, tuple[int, int] | None], ...]
 
 
-def dictionary_example(rng: random.Random, pairs: int, queries: int, keys: Any = "seen", between: int = 0) -> Example:
+def dictionary_example(
+    rng: random.Random, pairs: int, queries: int, keys: Any = "seen", between: int = 0, joint: bool = False
+) -> Example:
     """A dictionary, with at most `between` words between a key and its value, and at most `queries` questions about it. No key
     is asked for twice: the second answer could be copied from the first, which is not what the probe measures."""
-    entries = draw_dictionary(rng, pairs, keys)
+    entries = draw_dictionary(rng, pairs, keys, joint)
     lines = (write_entry(rng, *entry, rng.randint(0, between) if between else 0) for entry in entries.items())
     head, spans = with_spans(OPENING, lines)
     places = dict(zip(entries, spans, strict=True))
@@ -152,7 +154,8 @@ class ExampleSource:
         count = self.options.batch_size if size is None else size
         if entry.probe == "kv":
             queries = entry.queries or QUERIES
-            examples = [dictionary_example(rng, drawn["pairs"], queries, between=drawn.get("between", 0)) for _ in range(count)]
+            options = {name: drawn[name] for name in ("between", "joint") if name in drawn}
+            examples = [dictionary_example(rng, drawn["pairs"], queries, **options) for _ in range(count)]
         else:
             probe = make_probe(entry.probe, self.tokenizer, **training_options(entry.probe, drawn))
             examples = [question_example(question) for question in draw_questions(probe, count, rng)]

@@ -12,6 +12,7 @@ from surgery.probes import make_probe, training_options
 from surgery.probes.toy import KEYS, document, facts, is_held_out, key_words
 from surgery.probes.toy_tokenizer import build_tokenizer, is_toy_tokenizer
 from surgery.runtime.listing import list_modules
+from surgery.tuning.examples import dictionary_example
 
 TOKENIZER = build_tokenizer()
 OPTIONS = {
@@ -125,6 +126,17 @@ def test_a_record_keeps_key_and_value_apart():
         assert all(6 <= words <= 12 for words in lengths)
 
 
+def test_the_value_of_a_joint_key_depends_on_both_words():
+    """Each word is in other keys too, in bench as in training."""
+    asked = make_probe("kv", TOKENIZER, pairs=16, joint=True).questions(5, 1)
+    taught = dictionary_example(random.Random(1), 16, 1, joint=True).pieces[0][0]
+    for prompt in (*(question.prompt for question in asked), taught):
+        keys = re.findall(r"^(\w+) (\w+):", prompt, re.MULTILINE)
+        assert len(set(keys)) == 16
+        assert all(sum(word in key for key in keys) > 1 for key in keys for word in key)
+        assert re.search(r"key '(\w+) (\w+)'", prompt).groups() in keys
+
+
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -132,6 +144,7 @@ def test_a_record_keeps_key_and_value_apart():
         ("kv", {}),
         ("kv", {"pairs": 0}),
         ("kv", {"pairs": 65, "keys": "seen"}),
+        ("kv", {"pairs": 4, "joint": "yes"}),
         ("kv", {"pairs": "8"}),
         ("kv", {"pears": 8}),
         ("kv", {"pairs": 8, "keys": "some"}),
