@@ -50,8 +50,8 @@ def attend(
         bias, mask = bias.masked_fill(~mask[:, None], -torch.inf), None
     if packing is None:
         y, m = ATTEND(q, k, v, bias, null, mask, None, backend=backend)
-    elif on_gpu(q) and ATTEND.choose(q, k, v, bias, null, mask, packing.seq_idx).name == "triton":
-        y, m = ATTEND(q, k, v, bias, null, mask, packing.seq_idx)
+    elif on_gpu(q) and ATTEND.takes_packed(q, k, v, bias, null, mask, packing.seq_idx, backend=backend):
+        y, m = ATTEND(q, k, v, bias, null, mask, packing.seq_idx, backend=backend)
         y, m = (outside_is_zero(each.transpose(1, 2), packing).transpose(1, 2) for each in (y, m))
     else:
 

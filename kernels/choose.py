@@ -108,11 +108,8 @@ class Operation:
     def __call__(self, *args: Any, backend: str | None = None) -> Any:
         if torch.compiler.is_dynamo_compiling():
             return self.in_graph(backend, *args)
-        asked = backend or parse_requests(os.environ.get("SURGERY_KERNELS", "")).get(self.name)
-        if asked is not None and asked not in self.backends:
-            raise KernelError(f"{self.name} has no backend named '{asked}'; it has {', '.join(self.backends)}")
-        offered = [each for each in self.backends.values() if not each.on_request]
-        for candidate in offered if asked is None else [self.backends[asked]]:
+        asked, offered = self._offered(backend)
+        for candidate in offered:
             # As in why_not, without a frame of its own: this is asked at every call.
             reason = candidate.elsewhere(args[0]) or candidate.refuses(*args) or self._failure(candidate, args)
             if reason is None:
@@ -131,12 +128,23 @@ class Operation:
         raise KernelError(f"no backend of {self.name} takes this call")
 
     def choose(self, *args: Any) -> Backend:
-        """The backend that would serve a call."""
+        """The backend that would serve a call for which none is asked for."""
         return next(each for each in self.backends.values() if not each.on_request and self.why_not(each, *args) is None)
 
-    def explain(self, *args: Any) -> dict[str, str | None]:
-        """Backend -> why it does not take such a call, or None."""
-        return {backend.name: self.why_not(backend, *args) for backend in self.backends.values()}
+    def takes_packed(self, *args: Any, backend: str | None = None) -> bool:
+        """Whether a call with several documents in a row is served as it stands, and not by the reference."""
+        served = (each for each in self._offered(backend)[1] if self.why_not(each, *args) is None)
+        return next(served, self.reference) is not self.reference
+
+    def _offered(self, backend: str | None) -> tuple[str | None, list[Backend]]:
+        """(the backend that is asked for, here or by SURGERY_KERNELS; those that may serve). Raises KernelError for a name that
+        there is not."""
+        asked = backend or parse_requests(os.environ.get("SURGERY_KERNELS", "")).get(self.name)
+        if asked is None:
+            return None, [each for each in self.backends.values() if not each.on_request]
+        if asked not in self.backends:
+            raise KernelError(f"{self.name} has no backend named '{asked}'; it has {', '.join(self.backends)}")
+        return asked, [self.backends[asked]]
 
     def why_not(self, backend: Backend, *args: Any) -> str | None:
         """Why `backend` does not take such a call, or None."""

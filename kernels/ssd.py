@@ -50,8 +50,8 @@ def ssd_scan(
     """
     if packing is not None:
         call = (x, dt, A, B, C, D, None, packing.seq_idx, chunk_size)
-        if on_gpu(x) and SSD_SCAN.choose(*call) is not SSD_SCAN.reference:
-            return outside_is_zero(SSD_SCAN(*call)[0], packing), None
+        if on_gpu(x) and SSD_SCAN.takes_packed(*call, backend=backend):
+            return outside_is_zero(SSD_SCAN(*call, backend=backend)[0], packing), None
         options: dict[str, Any] = {"chunk_size": chunk_size, "backend": backend}
         return packing.apply(lambda x, dt, B, C: ssd_scan(x, dt, A, B, C, D, **options)[0], x, dt, B, C), None
     if not x.numel():

@@ -11,6 +11,7 @@ import torch
 
 from surgery.kernels import attention_triton
 from surgery.kernels.attention import ATTEND, attend
+from surgery.kernels.choose import KernelError
 from surgery.modeling import reference
 from surgery.modeling.packing import Packing
 from tests.kernels import inputs
@@ -100,8 +101,21 @@ def test_a_tile_fits_every_card(shared, w, p, itemsize, backward):
 
 def test_what_a_gpu_is_not_asked_for():
     args, _ = make({})
-    assert ATTEND.explain(*args, None, None)["triton"]
+    assert ATTEND.why_not(ATTEND.backends["triton"], *args, None, None)
     assert ATTEND.choose(*args, None, None).name == "sdpa"
+
+
+def test_a_backend_that_is_asked_for_serves_or_none_does(monkeypatch):
+    """Of packed rows sdpa takes one document at a time; they are then given to it one by one."""
+    args, _ = make({})
+    packed = [*args, None, torch.zeros(args[0].shape[0], args[0].shape[2], dtype=torch.int32)]
+    monkeypatch.setattr(ATTEND, "reference", None)  # as if plain were a kernel
+    assert not ATTEND.takes_packed(*packed, backend="sdpa")
+    assert ATTEND.takes_packed(*packed)
+    monkeypatch.setenv("SURGERY_KERNELS", "attend=sdpa")
+    assert not ATTEND.takes_packed(*packed)
+    with pytest.raises(KernelError, match="no backend named"):
+        ATTEND.takes_packed(*packed, backend="dense")
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed (make gpu-rehearsal installs it)")
