@@ -5,7 +5,6 @@ reads. To ablate a head is to replace those columns. So a model can be analysed 
 their mixers, which SLOTS says: another layout is one more line there.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Literal
@@ -79,15 +78,6 @@ class Anatomy:
         """How many heads a layer has, of both kinds."""
         return sum(mixer.heads for mixer in self.mixers_of(layer))
 
-    def sites(self, kind: Kind | None = None) -> list[Site]:
-        """All heads, or those of one kind, in order."""
-        return [
-            Site(mixer.layer, (mixer.first + head,))
-            for mixer in self.mixers
-            if kind in (None, mixer.kind)
-            for head in range(mixer.heads)
-        ]
-
     def mixer_of(self, site: Site) -> MixerPlace:
         """The mixer that holds the heads of a site. Raises UserError if the model lacks it, and for heads of two mixers."""
         for mixer in self.mixers_of(site.layer):
@@ -102,16 +92,6 @@ class Anatomy:
                 len(self.mixers_of(site.layer)) > 1
             )
         raise UserError(f"the model has no site {site}: {shape}")
-
-    def check(self, sites: Iterable[Site]) -> None:
-        """Raise UserError for the first site that the model lacks."""
-        for site in sites:
-            for head in site.heads:
-                self.mixer_of(Site(site.layer, (head,)))
-            if not site.heads and not self.mixers_of(site.layer):
-                raise UserError(
-                    f"the model has no site {site}: it has layers 0 to {len(self.blocks) - 1}, some without a mixer"
-                )
 
     def kinds(self) -> str:
         """Which layers are what, e.g. "0-3 ssm, 4 attention, 5 ssm and attention"."""
