@@ -31,7 +31,7 @@ from surgery.runtime.files import OutputFolder, file_digest, open_output, settin
 from surgery.runtime.processes import is_main, on_main
 from surgery.runtime.progress import say
 from surgery.splicing.splice import adopt, splice
-from surgery.tuning.controls import PLANS, SLOW, SLOW_RATE, control_plan, trainable_control
+from surgery.tuning.controls import PLANS, SLOW, SLOW_RATE, control_plan, longest_row, narrow, trainable_control
 from surgery.tuning.examples import Batches
 from surgery.tuning.loop import tune
 from surgery.tuning.lora import match_targets
@@ -172,6 +172,9 @@ def make_models(base: Any, tokenizer: Any, ranking: Ranking, plan: Plan, recipe:
                 asked = ask_unseen(tokenizer, recipe) if recipe.plan.keep_skills else ()
                 other = make_plan(base, tokenizer, other.sites, starts, recipe.plan, recipe.data, recipe.seed, questions=asked)
             models[name] = splice(base, other)
+            if control == "window":
+                batches = Batches(tokenizer, recipe.tune, recipe.data, recipe.seed)
+                narrow(models[name], plan, longest_row(batches))
         else:
             models[name] = trainable_control(base, plan, control)
         trained.append(name)

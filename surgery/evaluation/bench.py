@@ -179,8 +179,9 @@ def _untrained_controls(base: Any, print: str, given: Given, asked: Mapping[str,
 
 def _costs(models: Mapping[str, Any], given: Given) -> dict[str, list[records.Cost]]:
     """What a token costs at every length and batch size, all models in turn. It belongs to this machine and moment, so it is
-    measured anew. A control without grafts costs what the base costs."""
-    models = {name: model for name, model in models.items() if not is_control(name) or _sites(model)}
+    measured anew. A control without grafts costs what the base costs; of a window, the cache here holds all tokens."""
+    left = [name for name, model in models.items() if is_control(name) and not _sites(model)] + [f"{PREFIX}window"]
+    models = {name: model for name, model in models.items() if name not in left}
     costs: dict[str, list[records.Cost]] = {name: [] for name in models}
     places = [(context, batch) for context in given.lengths for batch in given.options.batches]
     for context, batch in bar(places, "bench: timing"):

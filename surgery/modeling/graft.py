@@ -86,8 +86,8 @@ class Graft(nn.Module):
     PEFT.
 
     gate: g, one a head, or None for 1. null: b / NATS, one a pair, or None for no null key. null_query: w (pairs, width), or
-    None for 0. watch: if it is set, it is called with the graft and m (b, t, heads) of every forward, as it acts: closed shares
-    are 0.
+    None for 0. attend: kernels/attention.py: attend, or what else takes its place. watch: if it is set, it is called with the
+    graft and m (b, t, heads) of every forward, as it acts: closed shares are 0.
     """
 
     def __init__(self, mixer: Any, entry: dict[str, Any], pairs: int | None = None):
@@ -100,6 +100,7 @@ class Graft(nn.Module):
         self.width: int = entry["width"]
         self.time_step: bool = entry["time_step"]
         self.closed_below: float = entry.get("closed_below", 0.0)
+        self.attend: Callable[..., tuple[Tensor, Tensor]] = attend
         self.watch: Callable[[Graft, Tensor], None] | None = None
         pairs = len(self.heads) if pairs is None else pairs
         if len(self.signs) != pairs or self.width < 1 or not self.heads:
@@ -158,7 +159,7 @@ class Graft(nn.Module):
             k, v, bias = remember(cache, mixer.cache_place, k, v, bias, mask)
             mask = None  # it is in the bias
         null = None if self.null is None else NATS * at_least_float32(self.null)
-        found, m = self.read(*attend(q, k, v, bias, null, mask, packing))
+        found, m = self.read(*self.attend(q, k, v, bias, null, mask, packing))
         D = getattr(mixer, "D", None)
         skip = 0 if D is None else take(D, self.heads, 0)[:, None] * x
         if self.gate is None and self.null is None:

@@ -1,25 +1,29 @@
 """The controls that learn: what else might have done as well as the edit, tuned on the same examples.
 
-Two are plans, to be spliced: grafts at other heads of the same layers, or of other layers; attention in the place of the whole
-layers. The others are the base with no graft, of which something else learns.
+Some are plans, to be spliced: grafts at other heads of the same layers, of other layers, or at all heads of the layers over a
+window; attention in the place of the whole layers. The others are the base with no graft, of which something else learns.
 """
 
 import copy
 import random
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from surgery.errors import UserError
+from surgery.kernels.attention import ABSENT
 from surgery.locating.attribution import graft_mixers
 from surgery.modeling.graft import GraftMixer, Streams
+from surgery.modeling.reference import at_least_float32
 from surgery.records.plan import Plan
 from surgery.records.site import Site
 from surgery.splicing.splice import adopt, unsplice
+from surgery.tuning.examples import Batches
 
-PLANS = ("same_layer", "random_site", "whole_layer")
+PLANS = ("same_layer", "random_site", "window", "whole_layer")
 # Controls in which weights of the base learn, or new ones from random, and the learning rate that they have at most, times the
 # root of the width: with 128 dimensions their loss falls at 0.002, and not at a graft's 0.009 (recipes/evidence/automatic).
 SLOW, SLOW_RATE = ("tuned", "adapters", "whole_layer"), 0.02263
@@ -27,8 +31,8 @@ SLOW, SLOW_RATE = ("tuned", "adapters", "whole_layer"), 0.02263
 
 def control_plan(name: str, model: Any, plan: Plan, seed: int) -> Plan:
     """The plan of a control: `same_layer` (other heads of the plan's layers, at random), `random_site` (heads of other layers),
-    `whole_layer`. Attention begins with sign 1, tau 1 and no null key; make_plan sets what the plan's own heads have. Raises
-    UserError where the model has no other heads."""
+    `window` (all heads of the plan's layers; `narrow` says how far they see), `whole_layer`. Attention begins with sign 1, tau
+    1 and no null key; make_plan sets what the plan's own heads have. Raises UserError where the model has no other heads."""
     if name == "whole_layer":
         return Plan(kind="layer", sites=tuple(Site(site.layer) for site in plan.sites), seed=seed)
     hybrid, rng = adopt(model), random.Random(f"{name} {seed}")
@@ -46,8 +50,54 @@ def control_plan(name: str, model: Any, plan: Plan, seed: int) -> Plan:
         free = [head for head in range(hybrid.mixer_at(layer).num_heads) if name != "same_layer" or head not in heads]
         if len(free) < len(heads):
             raise UserError(f"the control {name} needs {len(heads)} heads in layer {layer}, which has {len(free)}")
-        sites.append(Site(layer, tuple(rng.sample(free, len(heads)))))
+        sites.append(Site(layer, tuple(free if name == "window" else rng.sample(free, len(heads)))))
     return plan.model_copy(update={"sites": tuple(sites), "starts": {}, "seed": seed, "provenance": None})
+
+
+def longest_row(batches: Batches, steps: int = 8) -> int:
+    """Tokens of the longest row that the first steps of tuning see."""
+    return max(part.ids.shape[1] for step in range(steps) for part in batches.step(step))
+
+
+def narrow(hybrid: Any, plan: Plan, tokens: int) -> int:
+    """Let the grafts see the last tokens alone, and say how many: as many as take the bytes that the keys and values of `plan`
+    take of a text of `tokens`. It is for whole texts: a cache goes on to hold all tokens."""
+    mixers = [mixer for mixer in hybrid.modules() if isinstance(mixer, GraftMixer) and mixer.graft is not None]
+    all_heads = sum(len(mixer.graft.heads) for mixer in mixers if mixer.graft is not None)
+    window = -(-tokens * sum(len(site.heads) for site in plan.sites) // all_heads)
+    for mixer in mixers:
+        mixer.graft.attend = partial(attend_near, window=window)  # type: ignore[union-attr]
+    return window
+
+
+def attend_near(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    null: Tensor | None,
+    mask: Tensor | None,
+    packing: Any,
+    *,
+    window: int,
+) -> tuple[Tensor, Tensor]:
+    """kernels/attention.py: attend, where a query sees the last `window` keys alone, its own included."""
+    parts = []
+    for start in range(0, q.shape[2], window):
+        first, stop = max(0, start - window + 1), min(start + window, q.shape[2])
+        scores = at_least_float32(q[:, :, start:stop] @ k[:, :, first:stop].mT)
+        scores = scores if bias is None else scores + bias[:, :, None, first:stop]
+        at, of = (torch.arange(*ends, device=q.device) for ends in ((start, stop), (first, stop)))
+        absent = ((of > at[:, None]) | (of <= at[:, None] - window))[None, None]
+        if packing is not None:
+            absent = absent | (packing.seq_idx[:, None, start:stop, None] != packing.seq_idx[:, None, None, first:stop])
+        if mask is not None:
+            absent = absent | ~mask[:, None, None, first:stop]
+        logit = scores.new_tensor(-torch.inf) if null is None else null.to(scores)[:, None, None]
+        weights = torch.cat([scores.masked_fill(absent, ABSENT), logit.expand(*scores.shape[:3], 1)], -1).softmax(-1)[..., :-1]
+        parts.append((weights.to(v.dtype) @ v[:, :, first:stop], weights.sum(-1)))
+    y, m = (torch.cat(each, 2) for each in zip(*parts, strict=True))
+    return y, m
 
 
 def trainable_control(model: Any, plan: Plan, name: str = "tuned") -> Any:

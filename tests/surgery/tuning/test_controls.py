@@ -4,11 +4,12 @@ import pytest
 import torch
 
 from surgery.errors import UserError
+from surgery.kernels.attention import attend
 from surgery.modeling.reference import ssd_scan
 from surgery.records.plan import Plan, Start
 from surgery.records.site import Site
-from surgery.splicing.splice import adopt
-from surgery.tuning.controls import control_plan, trainable_control
+from surgery.splicing.splice import adopt, splice
+from surgery.tuning.controls import attend_near, control_plan, narrow, trainable_control
 from surgery.tuning.loop import trained_parameters, tune
 from tests.surgery.tuning.small import TOKENIZER, few_steps, make_plan, toy_base, toy_hybrid
 
@@ -79,6 +80,27 @@ def test_controls_that_a_model_cannot_have_are_refused() -> None:
 def test_a_whole_layer_takes_the_place_of_heads() -> None:
     plan = control_plan("whole_layer", toy_base(), PLAN, 0)
     assert (plan.kind, plan.sites) == ("layer", (Site(1),))
+
+
+@pytest.mark.parametrize("null", [None, torch.tensor([0.3, -1.0], dtype=torch.float64)])
+def test_a_window_is_attention_to_the_last_tokens_alone(null: torch.Tensor | None) -> None:
+    torch.manual_seed(0)
+    q, k, v, bias = (torch.randn(1, 2, 11, *width, dtype=torch.float64) for width in ((4,), (4,), (3,), ()))
+    y, m = attend_near(q, k, v, bias, null, None, None, window=4)
+    for t in range(11):
+        near = slice(max(0, t - 3), t + 1)
+        alone = attend(q[:, :, t : t + 1], k[:, :, near], v[:, :, near], bias[:, :, near], null)
+        torch.testing.assert_close((y[:, :, t : t + 1], m[:, :, t : t + 1]), alone)
+
+
+def test_a_window_takes_the_bytes_of_the_heads_that_see_everything() -> None:
+    hybrid, ids = splice(toy_base(), control_plan("window", toy_base(), PLAN, 0)), torch.arange(1, 30)[None]
+    said = hybrid(ids).logits
+    assert narrow(hybrid, PLAN, 3 * ids.shape[1]) == ids.shape[1]  # of two heads of six
+    torch.testing.assert_close(hybrid(ids).logits, said)
+    assert narrow(hybrid, PLAN, 12) == 4
+    torch.testing.assert_close(hybrid(ids).logits[:, :4], said[:, :4])
+    assert not torch.allclose(hybrid(ids).logits[:, 4:], said[:, 4:])
 
 
 def test_a_hybrid_whose_base_has_a_gradient_tunes_its_grafts_alone() -> None:
