@@ -174,7 +174,7 @@ def make_models(base: Any, tokenizer: Any, ranking: Ranking, plan: Plan, recipe:
             models[name] = splice(base, other)
             if control == "window":
                 batches = Batches(tokenizer, recipe.tune, recipe.data, recipe.seed)
-                narrow(models[name], plan, longest_row(batches))
+                narrow(models[name], models[MAIN], longest_row(batches))
         else:
             models[name] = trainable_control(base, plan, control)
         trained.append(name)

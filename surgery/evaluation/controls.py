@@ -36,7 +36,7 @@ CONTROLS = {
     "tuned": Control("no attention, the same layers tuned", True, "nothing"),
     "same_layer": Control("as many other heads of the same layer, tuned", True, "the hybrid's"),
     "random_site": Control("as many random heads of other layers, tuned", True, "the hybrid's"),
-    "window": Control("attention at all heads of the layer over a window of the same bytes, tuned", True, "the hybrid's"),
+    "window": Control("attention at all heads of the layer over a window of equal bytes, tuned", True, "the hybrid's"),
     "adapters": Control("no attention, adapters on all layers tuned", True, "nothing"),
     "initial_state": Control("no attention, the initial state tuned", True, "nothing"),
     "whole_layer": Control("attention in the place of the whole layer, tuned", True, "that of all heads of the layer"),

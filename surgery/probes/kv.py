@@ -5,7 +5,7 @@ its own integer from 0 to 99. The prompt ends without a space; the model's answe
 whose tokens have the largest summed log-probability. Chance is 1 / pairs. Where the published code is unseeded, this one takes
 a seed, which words may be keys, and how many words stand between a key and its value: from three on the value is further from
 its key than a convolution of four taps reaches, and something else has to gather the two. With `joint`, keys are of two words,
-each of which is in several keys, so that the value depends on both: joint recall (arXiv 2507.00449).
+each of which other keys share, so that the value depends on both: joint recall (arXiv 2507.00449).
 """
 
 import math

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from surgery.errors import UserError
 from surgery.kernels.attention import ABSENT
 from surgery.locating.attribution import graft_mixers
-from surgery.modeling.graft import GraftMixer, Streams
+from surgery.modeling.graft import ChannelGraft, GraftMixer, Streams
 from surgery.modeling.reference import at_least_float32
 from surgery.records.plan import Plan
 from surgery.records.site import Site
@@ -33,6 +33,8 @@ def control_plan(name: str, model: Any, plan: Plan, seed: int) -> Plan:
     """The plan of a control: `same_layer` (other heads of the plan's layers, at random), `random_site` (heads of other layers),
     `window` (all heads of the plan's layers; `narrow` says how far they see), `whole_layer`. Attention begins with sign 1, tau
     1 and no null key; make_plan sets what the plan's own heads have. Raises UserError where the model has no other heads."""
+    if name == "window" and plan.kind != "head":
+        raise UserError("the control window is for plan.kind=head: there, other heads take the bytes")
     if name == "whole_layer":
         return Plan(kind="layer", sites=tuple(Site(site.layer) for site in plan.sites), seed=seed)
     hybrid, rng = adopt(model), random.Random(f"{name} {seed}")
@@ -59,15 +61,26 @@ def longest_row(batches: Batches, steps: int = 8) -> int:
     return max(part.ids.shape[1] for step in range(steps) for part in batches.step(step))
 
 
-def narrow(hybrid: Any, plan: Plan, tokens: int) -> int:
-    """Let the grafts see the last tokens alone, and say how many: as many as take the bytes that the keys and values of `plan`
-    take of a text of `tokens`. It is for whole texts: a cache goes on to hold all tokens."""
-    mixers = [mixer for mixer in hybrid.modules() if isinstance(mixer, GraftMixer) and mixer.graft is not None]
-    all_heads = sum(len(mixer.graft.heads) for mixer in mixers if mixer.graft is not None)
-    window = -(-tokens * sum(len(site.heads) for site in plan.sites) // all_heads)
-    for mixer in mixers:
-        mixer.graft.attend = partial(attend_near, window=window)  # type: ignore[union-attr]
+def narrow(hybrid: Any, edited: Any, tokens: int) -> int:
+    """Let the grafts see the last tokens alone, and say how many: as many as take the bytes that the keys and values of the
+    grafts of `edited` take of a text of `tokens`. A cache goes on to hold all tokens."""
+    numbers = {model: sum(map(numbers_a_token, grafted(model))) for model in (hybrid, edited)}
+    window = -(-tokens * numbers[edited] // numbers[hybrid])
+    for mixer in grafted(hybrid):
+        mixer.graft.attend = partial(attend_near, window=window)
     return window
+
+
+def grafted(hybrid: Any) -> list[Any]:
+    """The mixers with grafts of heads."""
+    return [mixer for mixer in hybrid.modules() if isinstance(mixer, GraftMixer) and mixer.graft is not None]
+
+
+def numbers_a_token(mixer: Any) -> int:
+    """How many numbers the keys and values of a mixer's graft have in a cache, for each token."""
+    graft = mixer.graft
+    values = graft.each * (2 if graft.time_step else 1) if isinstance(graft, ChannelGraft) else mixer.head_dim
+    return len(graft.signs) * (graft.width + values)
 
 
 def attend_near(
@@ -82,10 +95,10 @@ def attend_near(
     window: int,
 ) -> tuple[Tensor, Tensor]:
     """kernels/attention.py: attend, where a query sees the last `window` keys alone, its own included."""
-    parts = []
-    for start in range(0, q.shape[2], window):
-        first, stop = max(0, start - window + 1), min(start + window, q.shape[2])
-        scores = at_least_float32(q[:, :, start:stop] @ k[:, :, first:stop].mT)
+    parts, past = [], k.shape[2] - q.shape[2]
+    for start in range(past, k.shape[2], window):
+        first, stop = max(0, start - window + 1), min(start + window, k.shape[2])
+        scores = at_least_float32(q[:, :, start - past : stop - past] @ k[:, :, first:stop].mT)
         scores = scores if bias is None else scores + bias[:, :, None, first:stop]
         at, of = (torch.arange(*ends, device=q.device) for ends in ((start, stop), (first, stop)))
         absent = ((of > at[:, None]) | (of <= at[:, None] - window))[None, None]
