@@ -1,7 +1,9 @@
 """The page of the gap: what it says of a record, and what it does not."""
 
 import importlib.util
+import random
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,8 @@ assert SPEC is not None
 assert SPEC.loader is not None
 gap: Any = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(gap)
+sys.path.insert(0, str(gap.HERE))
+from running_text import make_questions  # noqa: E402
 
 
 def record(scores: dict[str, float], seeds: int = 3) -> list[dict[str, Any]]:
@@ -78,3 +82,18 @@ def test_every_figure_that_is_quoted_stands_in_the_pages_of_the_study(page: str)
     quoted = figures(" ".join(line for line in (ROOT / page).read_text().splitlines() if "evidence/gap/" in line))
     assert quoted
     assert quoted <= study
+
+
+def test_the_answer_to_a_question_about_running_text_is_where_its_sentence_stood(tmp_path: Path) -> None:
+    rng, novel = random.Random(0), tmp_path / "novel.txt"
+    told = "When the day of the {} was over {} men came by road from {} and met Mr. {} there, said {}. "
+    days = ["fair", "hunt", "flood", "storm", "wedding", "harvest", "frost", "races"]
+    words = (["two", "six", "forty"], ["Melton", "Stoke", "Weyhill"], ["Oak", "Troy", "Poole"], ["Oak", "Troy", "Poole"])
+    novel.write_text("\n\n".join("".join(told.format(day, *map(rng.choice, words)) for day in days) for _ in range(60)))
+    asked = make_questions([novel], 30)
+    assert all(asked.values())
+    for line in (line for lines in asked.values() for line in lines):
+        passage, repeated = line["prompt"].split("\n\n")
+        said = re.findall("|".join(choice.strip() for choice in line["choices"]), passage)
+        assert {*said} == {choice.strip() for choice in line["choices"]}
+        assert passage.count(repeated) == passage.count(repeated + line["answer"]) == 1
