@@ -65,9 +65,17 @@ def attend(
     return y, m if null is not None else torch.ones_like(m)
 
 
-def _plain(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, null: Tensor | None, mask: Tensor | None, seq_idx: Tensor | None
+def attend_plain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    null: Tensor | None,
+    mask: Tensor | None,
+    seq_idx: Tensor | None,
+    window: int | None = None,
 ) -> tuple[Tensor, Tensor]:
+    """window: how many keys a query sees at most, its own and those before; None: all."""
     (t, s), work = (q.shape[2], k.shape[2]), torch.promote_types(q.dtype, torch.float32)
     if mask is not None:
         absent = torch.zeros(mask.shape, dtype=work, device=mask.device).masked_fill(~mask, -torch.inf)[:, None]
@@ -81,6 +89,9 @@ def _plain(
         if stop - start > 1:
             later = torch.ones(stop - start, seen, dtype=torch.bool, device=q.device).triu(seen - stop + start + 1)
             scores = scores.masked_fill(later, -torch.inf)
+        if window is not None:
+            far = torch.ones(stop - start, seen, dtype=torch.bool, device=q.device).tril(seen - stop + start - window)
+            scores = scores.masked_fill(far, -torch.inf)
         if seq_idx is not None:
             scores = scores.masked_fill((seq_idx[:, start:stop, None] != seq_idx[:, None, :seen])[:, None], -torch.inf)
         top = scores.detach().amax(-1, keepdim=True).clamp_min(torch.finfo(work).min)
@@ -167,5 +178,5 @@ ATTEND = Operation(
     2,
     Backend("triton", attend_triton, not_for_triton, device="cuda", probed=True, by_size=True, opaque=True),
     Backend("sdpa", _sdpa, _not_for_sdpa),
-    Backend("plain", _plain),
+    Backend("plain", attend_plain),
 )

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from surgery.errors import UserError
-from surgery.kernels.attention import ABSENT
+from surgery.kernels.attention import attend_plain
 from surgery.locating.attribution import graft_mixers
 from surgery.modeling.graft import ChannelGraft, GraftMixer, Streams
-from surgery.modeling.reference import at_least_float32
 from surgery.records.plan import Plan
 from surgery.records.site import Site
 from surgery.splicing.splice import adopt, unsplice
@@ -64,16 +63,11 @@ def longest_row(batches: Batches, steps: int = 8) -> int:
 def narrow(hybrid: Any, edited: Any, tokens: int) -> int:
     """Let the grafts see the last tokens alone, and say how many: as many as take the bytes that the keys and values of the
     grafts of `edited` take of a text of `tokens`. A cache goes on to hold all tokens."""
-    numbers = {model: sum(map(numbers_a_token, grafted(model))) for model in (hybrid, edited)}
+    numbers = {model: sum(map(numbers_a_token, model.own_mixers())) for model in (hybrid, edited)}
     window = -(-tokens * numbers[edited] // numbers[hybrid])
-    for mixer in grafted(hybrid):
+    for mixer in hybrid.own_mixers():
         mixer.graft.attend = partial(attend_near, window=window)
     return window
-
-
-def grafted(hybrid: Any) -> list[Any]:
-    """The mixers with grafts of heads."""
-    return [mixer for mixer in hybrid.modules() if isinstance(mixer, GraftMixer) and mixer.graft is not None]
 
 
 def numbers_a_token(mixer: Any) -> int:
@@ -95,22 +89,8 @@ def attend_near(
     window: int,
 ) -> tuple[Tensor, Tensor]:
     """kernels/attention.py: attend, where a query sees the last `window` keys alone, its own included."""
-    parts, past = [], k.shape[2] - q.shape[2]
-    for start in range(past, k.shape[2], window):
-        first, stop = max(0, start - window + 1), min(start + window, k.shape[2])
-        scores = at_least_float32(q[:, :, start - past : stop - past] @ k[:, :, first:stop].mT)
-        scores = scores if bias is None else scores + bias[:, :, None, first:stop]
-        at, of = (torch.arange(*ends, device=q.device) for ends in ((start, stop), (first, stop)))
-        absent = ((of > at[:, None]) | (of <= at[:, None] - window))[None, None]
-        if packing is not None:
-            absent = absent | (packing.seq_idx[:, None, start:stop, None] != packing.seq_idx[:, None, None, first:stop])
-        if mask is not None:
-            absent = absent | ~mask[:, None, None, first:stop]
-        logit = scores.new_tensor(-torch.inf) if null is None else null.to(scores)[:, None, None]
-        weights = torch.cat([scores.masked_fill(absent, ABSENT), logit.expand(*scores.shape[:3], 1)], -1).softmax(-1)[..., :-1]
-        parts.append((weights.to(v.dtype) @ v[:, :, first:stop], weights.sum(-1)))
-    y, m = (torch.cat(each, 2) for each in zip(*parts, strict=True))
-    return y, m
+    y, m = attend_plain(q, k, v, bias, null, mask, None if packing is None else packing.seq_idx, window)
+    return y, m if null is not None else torch.ones_like(m)
 
 
 def trainable_control(model: Any, plan: Plan, name: str = "tuned") -> Any:
