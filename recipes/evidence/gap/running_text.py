@@ -137,6 +137,8 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
+    if given.out.exists():  # with the first argument forgotten, it is a novel
+        parser.error(f"{given.out} exists; give a new file")
     asked = make_questions(given.novels, given.count, given.seed)
     write_questions(given.out, asked)
     print(", ".join(f"{len(lines)} {kind}" for kind, lines in asked.items()))
