@@ -11,8 +11,8 @@ time. The share closed is (edited - base) / (twin - base).
 
 import argparse
 import copy
-import importlib.util
 import json
+import sys
 import time
 from collections import Counter
 from functools import cache
@@ -42,11 +42,8 @@ from surgery.tuning.loop import trained_parameters
 
 HERE, ROOT = Path(__file__).parent, Path(__file__).parents[3]
 RECORD, WORK = HERE / "gap.jsonl", ROOT / "runs" / "gap"
-SPEC = importlib.util.spec_from_file_location("train", ROOT / "recipes" / "pretraining" / "train.py")
-assert SPEC is not None
-assert SPEC.loader is not None
-train: Any = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(train)
+sys.path.insert(0, str(ROOT / "recipes" / "pretraining"))
+import train  # noqa: E402
 
 BASE = {  # the recipe of tiny-skills, cut; the curriculum goes by the step, so that all models see the same tokens
     "architecture": {"model_type": "mamba2", "hidden_size": 64, "num_hidden_layers": 2, "num_heads": 8, "head_dim": 16}
@@ -123,34 +120,38 @@ class Seed:
         """The base, of which nothing shares a parameter that learns."""
         return surgery.unsplice(self.training("base").model)
 
+    def questions(self, seed: int) -> Any:
+        name, given = self.locating.probe, self.locating.options
+        return make_probe(name, self.tokenizer, **training_options(name, given)).questions(128, seed)
+
     @cache  # noqa: B019
     def ranking(self) -> Any:
-        name, given = self.locating.probe, self.locating.options
-        probe = make_probe(name, self.tokenizer, **training_options(name, given))
-        return surgery.locate(self.base, self.tokenizer, probe.questions(128, self.seed), self.locating)
+        return surgery.locate(self.base, self.tokenizer, self.questions(self.seed), self.locating)
 
     @cache  # noqa: B019
     def plan(self, heads: int) -> Plan:
         """Attention at the leading heads of the one layer that leads."""
         units = self.ranking().heads
-        layer = units[0].site.layer
-        chosen = [each.site for each in units if each.site.layer == layer][:heads]
-        return self.plan_at(chosen)
+        return self.plan_at([each.site for each in units if each.site.layer == units[0].site.layer][:heads])
 
-    def plan_at(self, sites: Any, share: float | None = PLAN.share) -> Plan:
-        """Attention at these heads. share: of text on which it may act; None: it acts everywhere."""
-        starts = {f"L{each.site.layer}.H{head}": each.start for each in self.ranking().heads for head in each.site.heads}
-        options = PLAN.model_copy(update={"share": share})
-        return make_plan(self.base, self.tokenizer, sites, starts, options, DATA, self.seed)
+    def plan_at(self, sites: Any, questions: Any = (), **options: Any) -> Plan:
+        """Attention at these heads. questions: for plan.keep_skills. options: others than those of PLAN."""
+        starts = {name: each.start for each in self.ranking().heads for name in each.site.head_names}
+        given = PLAN.model_copy(update=options)
+        return make_plan(self.base, self.tokenizer, sites, starts, given, DATA, self.seed, questions=questions)
 
     @property
     def tokens(self) -> int:
         return sum(self.training("base").at["tokens"].values())
 
+    @property
+    def batches(self) -> Batches:
+        return Batches(self.tokenizer, self.tuning, DATA, self.seed)
+
     @cache  # noqa: B019
     def steps(self, share: float) -> tuple[int, dict[str, int]]:
         """Steps of tuning that see this share of the pretraining tokens, and how many tokens they see, by kind."""
-        batches, seen, step = Batches(self.tokenizer, self.tuning, DATA, self.seed), dict.fromkeys(self.kinds, 0), 0
+        batches, seen, step = self.batches, dict.fromkeys(self.kinds, 0), 0
         while sum(seen.values()) < share * self.tokens:
             for kind, part in zip(seen, batches.step(step), strict=True):
                 seen[kind] += int((part.ids != self.tokenizer.pad_token_id).sum())
@@ -186,8 +187,7 @@ class Seed:
             control = {"same layer": "same_layer", "other layer": "random_site"}.get(name, name)
             model = surgery.splice(self.base, self.plan_at(control_plan(control, self.base, self.plan(2), self.seed).sites))
             if name == "window":
-                self.row = longest_row(Batches(self.tokenizer, tuning, DATA, self.seed))
-                narrow(model, surgery.splice(self.base, self.plan(2)), self.row)
+                narrow(model, surgery.splice(self.base, self.plan(2)), longest_row(self.batches))
         elif name == "whole layer":
             layer = Site(self.plan(2).sites[0].layer)
             model = surgery.splice(self.base, Plan(kind="layer", sites=(layer,), width=WIDTH, seed=self.seed))
@@ -241,7 +241,7 @@ class Seed:
             again = twice(each, Given(self.tokenizer, BENCH, DATA, self.seed)) if name == "prompt twice" else None
             results[each.name] = pack((again or each).ask(adopt(model)), each.metric)
         row = {"seed": self.seed, "model": name, "share": share, **note, "results": results}
-        held, tokens = (self.make("2 heads", 0.0)[0], self.row) if name == "window" else (model, 2048)
+        held, tokens = (self.make("2 heads", 0.0)[0], longest_row(self.batches)) if name == "window" else (model, 2048)
         row["cache_bytes"] = cache_bytes(read_context(adopt(held), tokens))
         if name == "base":
             row["sites"] = {str(n): [str(site) for site in self.plan(n).sites] for n in (1, 2, 4)}

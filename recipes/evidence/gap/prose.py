@@ -34,8 +34,6 @@ import surgery
 from surgery.evaluation.controls import fit_copy_cache
 from surgery.evaluation.statistics import share_closed
 from surgery.evaluation.suites import Given, Measurement, ask_probe
-from surgery.planning.choose import make_plan
-from surgery.probes import make_probe, training_options
 from surgery.records.plan import Plan
 from surgery.records.recipe import Examples, Hints
 from surgery.records.site import Site
@@ -43,7 +41,6 @@ from surgery.runtime.files import read_text, write_text
 from surgery.runtime.progress import say
 from surgery.splicing.splice import adopt
 from surgery.tuning.examples import QUERIES, dictionary_example, encode_examples
-from surgery.tuning.loop import trained_parameters
 from surgery.tuning.losses import IGNORE, Part
 from surgery.tuning.text import open_text, text_rows
 
@@ -97,7 +94,7 @@ def take_books(books: Path) -> None:
     gap.BASE, gap.WORK, gap.WIDTH = BASE, WORK, WIDTH
     gap.PLAN = gap.PLAN.model_copy(update={"width": WIDTH})
     tuned = tuple(str(file) for file in sorted((books / "train").glob("*.txt"))[::TUNED])
-    gap.DATA = surgery.Data(skills=(), train_text=tuned, held_out_text=str(held))
+    gap.DATA = surgery.Data(skills=("knowledge",), facts="capitals", train_text=tuned, held_out_text=str(held))
     others = [file for file in sorted((books / "train").glob("*.txt")) if str(file) not in tuned]
     for part, novels in (("tune", others), ("bench", sorted((books / "valid").glob("*.txt")))):
         write_questions(WORK / f"{part}.jsonl", make_questions(novels, COUNTS[part]))
@@ -200,22 +197,15 @@ class Prose(gap.Seed):
         other.training = self.training  # type: ignore[method-assign]
         return other
 
-    def plan_that_reads(self) -> Plan:
-        """The same heads with null keys that read the query, as plan.keep_skills fits them: open at the answers to other such
+    @cache  # noqa: B019
+    def plan(self, heads: int) -> Plan:
+        """For READS with null keys that read the query, as plan.keep_skills fits them: open at the answers to other such
         questions, closed on text and on facts."""
-        starts = {name: each.start for each in self.ranking().heads for name in each.site.head_names}
-        name = self.locating.probe
-        probe = make_probe(name, self.tokenizer, **training_options(name, self.locating.options))
-        data = gap.DATA.model_copy(update={"skills": ("knowledge",), "facts": "capitals"})
-        options = gap.PLAN.model_copy(update={"keep_skills": True})
-        questions = probe.questions(128, self.seed + 1)
-        sites = self.plan(2).sites
-        return make_plan(self.base, self.tokenizer, sites, starts, options, data, self.seed, questions=questions)
+        plan = super().plan(heads)
+        return self.plan_at(plan.sites, self.questions(self.seed + 1), keep_skills=True) if self.kind == READS else plan
 
     def make(self, name: str, share: float) -> tuple[Any, Row]:
-        if name == READS and self.kind != "dictionaries":
-            return self.other("dictionaries").make(name, share)
-        return self.other(name).make("2 heads", share) if name in OTHERS else super().make(name, share)
+        return self.other(name).make("2 heads", share) if name in (*OTHERS, READS) else super().make(name, share)
 
     @cache  # noqa: B019
     def asked(self) -> list[Measurement]:
@@ -228,10 +218,6 @@ class Prose(gap.Seed):
         return ProseTraining(recipe, self.tokenizer, WORK / f"{self.seed}-{name}", self.corpus)
 
     def begin(self, name: str) -> tuple[Any, Any, surgery.Tune, int]:
-        if name == READS:
-            model = surgery.splice(self.base, self.plan_that_reads())
-            trained = sum(p.numel() for p in trained_parameters(model).values())
-            return model, self.training("base").model, self.tuning, trained
         if name != "hints":
             return super().begin(name)
         model, teacher, tuning, trained = super().begin("no null key")
@@ -389,16 +375,15 @@ def table(lines: list[list[str]]) -> str:
 def transfer(rows: list[Row]) -> list[list[str]]:
     """What each model answers."""
     lines = [["", "heads, by seed", "steps", "nats saved on bigrams", *list(QUESTIONS)[1:], "nats saved on all tokens"]]
-    cells = {"the base": BASE_CELL, "the twin": ("twin", 0.0), "the n-gram cache": ("copy cache", 0.0)}
-    cells["the base, which reads the prompt twice"] = ("prompt twice", 0.0)
-    cells |= {f"an edit for {kind}": cell for kind, (cell, _) in QUESTIONS.items()}
-    cells["that for dictionaries, with null keys that read the query"] = (READS, gap.EQUAL)
-    for words, cell in cells.items():
-        kind = words.removeprefix("an edit for ")
+    cells = [("the base", BASE_CELL, ""), ("the twin", ("twin", 0.0), ""), ("the n-gram cache", ("copy cache", 0.0), "")]
+    cells += [("the base, which reads the prompt twice", ("prompt twice", 0.0), "")]
+    cells += [(f"an edit for {kind}", cell, kind) for kind, (cell, _) in QUESTIONS.items()]
+    cells += [("that for dictionaries, with null keys that read the query", (READS, gap.EQUAL), "dictionaries")]
+    for words, cell, kind in cells:
         own = [row for row in rows if (row["model"], row["share"]) == cell]
         if not own:
             continue
-        heads = "; ".join(", ".join(row["located"][kind]) for row in rows if row["model"] == "base" and kind in QUESTIONS)
+        heads = "; ".join(", ".join(row["located"][kind]) for row in rows if row["model"] == "base" and kind)
         steps = f"{np.mean([row['steps'] for row in own]):.0f}" if cell[1] else "-"
         figures = [gap.mean(rows, cell, asked) for _, asked in list(QUESTIONS.values())[1:]]
         gained = [f"{np.mean(saved(rows, cell, asked)):+.3f}" for asked in (f"bigrams.{LENGTH}", "text")]
