@@ -10,6 +10,7 @@ from surgery.planning.calibrate import calibrate, fit_queries, solve_null
 from surgery.planning.choose import choose, make_plan, read_plain_text
 from surgery.probes import make_probe
 from surgery.probes.encoded import encode
+from surgery.probes.scoring import answer
 from surgery.records.plan import Plan, Start
 from surgery.records.ranking import Estimate, HeadScore, Ranking
 from surgery.records.recipe import Data, PlanOptions, Tune, make_recipe
@@ -125,8 +126,20 @@ def test_heads_are_added_while_they_save(base):
     asked = make_probe("kv", pairs=4).questions(8, 1)
     greedy = choose(base, TOKENIZER, LEADING, PlanOptions(heads="auto", max_heads=3, least_gain=0.0), questions=asked)
     modest = choose(base, TOKENIZER, LEADING, PlanOptions(heads="auto", max_heads=3, least_gain=1e6), questions=asked)
-    assert modest.sites == (Site(1, (3,)),)
+    assert modest.sites == (Site(1, (3,)),)  # no head saves as much: the leading one
     assert 1 <= sum(len(site.heads) for site in greedy.sites) <= 3
+
+
+def test_a_leading_head_that_harms_untrained_is_passed_over(base):
+    asked, options = make_probe("kv", pairs=4).questions(8, 1), PlanOptions(heads="auto", max_heads=2, least_gain=0.0)
+    encoded = encode(TOKENIZER, asked)
+    losses = {}
+    for site in (f"L{layer}.H{head}" for layer in range(2) for head in range(6)):
+        plan = choose(base, TOKENIZER, ranking((site, 1.0)), PlanOptions(sites=(site,)))
+        losses[site] = answer(splice(base, plan).eval(), TOKENIZER, encoded).loss.mean() - answer(base, TOKENIZER, encoded).loss.mean()
+    harms, helps = max(losses, key=losses.get), min(losses, key=losses.get)
+    assert losses[harms] > 0 > losses[helps]
+    assert choose(base, TOKENIZER, ranking((harms, 2.0), (helps, 1.0)), options, questions=asked).sites == (Site.parse(helps),)
 
 
 @pytest.mark.parametrize(
