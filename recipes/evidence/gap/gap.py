@@ -324,7 +324,7 @@ sees as many tokens of its own kinds. A window takes the bytes of the edit's cac
 steps than the edit, so one that loses may only be slower: [plateau.md](plateau.md) gives rivals three learning rates and up to
 2,000 steps. [reach.md](reach.md) asks longer prompts and other questions. [sizes.md](sizes.md) has other widths, a Mamba-1, and
 a law. [prose.md](prose.md) does the same with novels, and asks what an edit for one kind of question does for others. An n-gram
-cache is no rival here: a question's last words stand in no record. Not measured yet: {missing}.
+cache is no rival here: a question's last words stand in no record.{missing}
 
 {minutes:.0f} minutes of processor time on {machine}; {packages}. `gap.py` measures; `gap.jsonl` is the record.
 """
@@ -434,7 +434,7 @@ def write_page(rows: list[dict[str, Any]]) -> str:
         seen_pairs=tokens[main][1],
         limit=BENCH.limit,
         learnt=LEARNT,
-        missing=", ".join(words for cell, words in rivals.items() if cell not in at) or "nothing",
+        missing="".join(f" Not measured yet: {words}." for cell, words in rivals.items() if cell not in at),
         layers=f"{sum(v.mean() >= LEARNT for v in values(rows, ('twin layer', 0.0), 'kv.64').values())} of {len(seeds)}",
         failed=f"seed {', '.join(map(str, failed))}" if failed else "none",
         tables="\n".join(lines),

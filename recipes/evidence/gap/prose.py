@@ -68,7 +68,9 @@ LONG = 0.1  # of the pretraining tokens
 SHARES = (0.0, 0.003, 0.01, LONG)
 EDITS = ("4 heads", "no null key")
 OTHERS = ("dictionaries", "joint recall", "questions")  # on which edits are located and tuned, beside repeated bigrams
-READS = "null keys that read"
+UNTRAINED = tuple((name, 0.0) for name in OTHERS)  # which only the page's second table shows
+READS, CLOSER = "null keys that read", "held closer"
+CLOSER_BY = 4.0  # the KL weight of CLOSER, as recipes that `surgery run` makes have it
 RIVALS = ("copy cache", *gap.RIVALS)
 SOONER = ("copy cache", "same layer", "adapters", READS, "window", "all weights")
 Row = dict[str, Any]
@@ -80,7 +82,8 @@ def list_cells() -> list[tuple[str, float]]:
     cells += [
         (name, 0.0 if name in ("prompt twice", "copy cache") else gap.EQUAL) for name in dict.fromkeys((*SOONER, *RIVALS))
     ]
-    cells += [("2 heads", share) for share in SHARES[1:-1]] + [(name, gap.EQUAL) for name in (*EDITS, "hints")]
+    cells += [(CLOSER, gap.EQUAL), *UNTRAINED, *(("2 heads", share) for share in SHARES[1:-1])]
+    cells += [(name, gap.EQUAL) for name in (*EDITS, "hints")]
     return [*cells, ("2 heads", SHARES[-1]), ("hints", SHARES[-1]), ("twin layer", 0.0)]
 
 
@@ -218,10 +221,10 @@ class Prose(gap.Seed):
         return ProseTraining(recipe, self.tokenizer, WORK / f"{self.seed}-{name}", self.corpus)
 
     def begin(self, name: str) -> tuple[Any, Any, surgery.Tune, int]:
-        if name != "hints":
-            return super().begin(name)
-        model, teacher, tuning, trained = super().begin("no null key")
-        return model, teacher, tuning.model_copy(update={"hints": Hints()}), trained
+        changed: Row = {"hints": {"hints": Hints()}, CLOSER: {"kl_weight": CLOSER_BY}}.get(name, {})
+        made = {"hints": "no null key", CLOSER: "2 heads"}.get(name, name)
+        model, teacher, tuning, trained = super().begin(made)
+        return model, teacher, tuning.model_copy(update=changed), trained
 
     def measure(self, name: str, share: float) -> dict[str, Any]:
         if name != "copy cache":
@@ -250,6 +253,7 @@ class Prose(gap.Seed):
 WORDS = gap.RIVALS | gap.EDITS | {name: f"**the twin: {words}**" for name, words in gap.TWINS.items()}
 WORDS |= {"2 heads": "two located heads", "hints": "the same with hints"}
 WORDS |= {kind: f"two heads, located by {kind} and tuned on them" for kind in OTHERS}
+WORDS[CLOSER] = f"two located heads, held to the base with a KL weight of {CLOSER_BY:.0f}, not 1"
 WORDS[READS] = "the same as for dictionaries, with null keys that read the query"
 WORDS |= {"copy cache": "an untrained n-gram cache of the text", "other layer": "two random heads of other layers"}
 COLUMNS = {f"bigrams.{LENGTH}": "bigrams", f"bigrams.{LENGTHS[-1]}": f"bigrams, {LENGTHS[-1]:,} tokens"}
@@ -316,7 +320,7 @@ def recalls(row: Row) -> bool:
 def named(cell: tuple[str, float]) -> str:
     name, share = cell
     words = WORDS[name]
-    if name in ("2 heads", "hints"):
+    if name in ("2 heads", "hints", *OTHERS):
         words += f", {share:.1%} of the tokens" if share else ", untrained"
     return words
 
@@ -326,7 +330,7 @@ def write_page(rows: list[Row]) -> str:
     at = {(row["model"], row["share"]): row for row in rows}
     head = ["nats saved", "parameters trained", "cache, 2,048 tokens", *COLUMNS.values(), "share closed"]
     lines = [head]
-    for cell in (cell for cell in list_cells()[1:] if cell in at):
+    for cell in (cell for cell in list_cells()[1:] if cell in at and cell not in UNTRAINED):
         cache = f"{at[cell]['cache_bytes'] / 1024:.0f} KiB" if "cache_bytes" in at[cell] else "the text's tokens"
         figures = [f"{np.mean(saved(rows, cell, asked)):+.3f}" for asked in COLUMNS]
         closed = gap.show(gap.shares(rows, cell, f"bigrams.{LENGTH}", "twin"))
@@ -377,7 +381,8 @@ def transfer(rows: list[Row]) -> list[list[str]]:
     lines = [["", "heads, by seed", "steps", "nats saved on bigrams", *list(QUESTIONS)[1:], "nats saved on all tokens"]]
     cells = [("the base", BASE_CELL, ""), ("the twin", ("twin", 0.0), ""), ("the n-gram cache", ("copy cache", 0.0), "")]
     cells += [("the base, which reads the prompt twice", ("prompt twice", 0.0), "")]
-    cells += [(f"an edit for {kind}", cell, kind) for kind, (cell, _) in QUESTIONS.items()]
+    for kind, (cell, _) in QUESTIONS.items():
+        cells += [(f"an edit for {kind}, untrained", (cell[0], 0.0), kind), (f"an edit for {kind}", cell, kind)]
     cells += [("that for dictionaries, with null keys that read the query", (READS, gap.EQUAL), "dictionaries")]
     for words, cell, kind in cells:
         own = [row for row in rows if (row["model"], row["share"]) == cell]
@@ -435,7 +440,7 @@ def draw(rows: list[Row], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     known = {(row["model"], row["share"]) for row in rows}
-    cells = [cell for cell in list_cells()[:0:-1] if cell in known and cell[1] in (0.0, gap.EQUAL, LONG)]
+    cells = [cell for cell in list_cells()[:0:-1] if cell in known - {*UNTRAINED} and cell[1] in (0.0, gap.EQUAL, LONG)]
     figure, panels = plt.subplots(1, 2, figsize=(11, 6.4), sharey=True, layout="constrained")
     for axes, asked, title in zip(panels, (f"bigrams.{LENGTH}", "text"), ("repeated rare bigrams", "all tokens"), strict=True):
         for place, cell in enumerate(cells):

@@ -133,10 +133,10 @@ def test_heads_are_added_while_they_save(base):
 def test_a_leading_head_that_harms_untrained_is_passed_over(base):
     asked, options = make_probe("kv", pairs=4).questions(8, 1), PlanOptions(heads="auto", max_heads=2, least_gain=0.0)
     encoded = encode(TOKENIZER, asked)
-    losses = {}
+    losses, before = {}, answer(base, TOKENIZER, encoded).loss.mean()
     for site in (f"L{layer}.H{head}" for layer in range(2) for head in range(6)):
         plan = choose(base, TOKENIZER, ranking((site, 1.0)), PlanOptions(sites=(site,)))
-        losses[site] = answer(splice(base, plan).eval(), TOKENIZER, encoded).loss.mean() - answer(base, TOKENIZER, encoded).loss.mean()
+        losses[site] = answer(splice(base, plan).eval(), TOKENIZER, encoded).loss.mean() - before
     harms, helps = max(losses, key=losses.get), min(losses, key=losses.get)
     assert losses[harms] > 0 > losses[helps]
     assert choose(base, TOKENIZER, ranking((harms, 2.0), (helps, 1.0)), options, questions=asked).sites == (Site.parse(helps),)
