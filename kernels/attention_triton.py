@@ -48,6 +48,8 @@ def not_for_triton(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor | None) -> str
         return f"queries are wider than {WIDEST}"
     if q.shape[2] < 16:
         return "a few queries are quicker without it"
+    if max(m.shape[2] * max(m.stride(2), m.shape[1] * m.shape[3]) for m in (q, k, v)) >= 2**31:
+        return "rows are so long that offsets would need more than 32 bits"
     return transformed() or (None if triton is not None else "Triton is not installed")
 
 
