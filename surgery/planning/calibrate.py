@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from surgery.errors import UserError
 from surgery.locating.nulls import FIRST
 from surgery.modeling.graft import NATS, SMALLEST, ChannelGraft, Graft, watched
 from surgery.modeling.reference import at_least_float32
@@ -24,14 +25,16 @@ from surgery.runtime.progress import bar
 from surgery.splicing.splice import splice
 
 BEGIN, SEEN = 30.0, 12.0  # nats: the first guess at b, and how far above it a log-sum-exp is known exactly
-PASSES = 6  # over the text, at most; one nearly always does
+FURTHER = 50.0  # nats: so far above what was seen is the next guess; m can be told from 0 down to 87 below it
+PASSES = 40  # over the text, at most; one nearly always does
 RIDGE = 1e-5  # the weight of the squares of w, for queries of unit variance
 
 
 def calibrate(model: Any, plan: Plan, rows: Tensor, share: float, batch_size: int = 8) -> Plan:
     """The plan with null keys: over the tokens of `rows` (texts, tokens), as the base reads them, the mean of m is `share`.
 
-    Channels that share a query-key pair share b, and the mean is over them. It costs a forward of the base, as a rule.
+    Channels that share a query-key pair share b, and the mean is over them. It costs a forward of the base, as a rule. Raises
+    UserError where scores are so large that no b is found.
     """
     heads = {name: plan.starts.get(name, Start()) for site in plan.sites for name in site.head_names}
     guess = dict.fromkeys(heads, BEGIN)
@@ -40,10 +43,14 @@ def calibrate(model: Any, plan: Plan, rows: Tensor, share: float, batch_size: in
         # The gate is 0: every layer reads what it reads in the base.
         hybrid = splice(model, plan.model_copy(update={"starts": starts, "gate": 0.0, "closed_below": 0.0})).eval()
         found = {name: solve_null(lse, share) for name, lse in read_scores(hybrid, rows, batch_size).items()}
-        unsure = {name for name in heads if found[name] > guess[name] + SEEN}
-        guess = found
+        unsure = [name for name in heads if not found[name] <= guess[name] + SEEN]
+        guess = {name: b + FURTHER * (name in unsure) for name, b in found.items()}
         if not unsure:
             break
+    else:
+        raise UserError(
+            f"{unsure[0]}: scores on text are beyond {guess[unsure[0]]:.0f} nats; choose other sites, or share=null"
+        )
     starts = {name: start.model_copy(update={"null": round(guess[name], 3)}) for name, start in heads.items()}
     return plan.model_copy(update={"starts": starts})
 
@@ -80,7 +87,7 @@ def served(graft: Graft) -> list[list[int]]:
 
 def solve_null(lse: Tensor, share: float) -> float:
     """b with mean sigmoid(lse - b) = share, by bisection to a thousandth of a nat."""
-    finite = lse[lse.isfinite()]
+    finite = lse[lse.isfinite()]  # the others: m was 0 to all digits, so that every b is too large for them
     if not len(finite):
         return BEGIN
     low, high = float(finite.min()) - 50, float(finite.max()) + 50

@@ -130,35 +130,38 @@ def grow_plan(
     questions: Sequence[Question],
 ) -> Plan:
     """Add the leading units one by one, untrained, while the next one saves options.least_gain nats a question or answers more
-    of them, beyond chance: an untrained graft can find the right record and still be too sure of wrong ones, which tuning
-    mends. One unit that does neither is passed over, and before the first that does, every one: a slope says what a little
-    attention saves, and in the place of a head it may lose much. Where no unit helps, the plan is the leading one."""
+    of them, beyond chance. One unit that does neither is passed over: the one behind it may still help. The first need only
+    not be shown to harm: an untrained graft can find the right record and still be too sure of wrong ones, which tuning mends.
+    A slope says what a little attention saves, and in the place of a head it may lose much. Where all do, the plan is the
+    leading one."""
     encoded = encode(tokenizer, questions)
     rows = None if options.share is None else read_plain_text(tokenizer, data, ROWS, seed)
     best, passed = answer(model, tokenizer, encoded, what="base"), 0
     plan: Plan | None = None
-    leading: tuple[Plan, float] | None = None
+    leading: Plan | None = None
     for unit in units[: options.max_heads + 1]:
         sites = [*(plan.sites if plan else ()), unit.site]
         if plan is not None and sum(len(site.heads) for site in plan.sites) >= options.max_heads * len(unit.site.heads):
             break
         tried = make_plan(model, tokenizer, sites, starts, options, data, seed, rows, questions)
         found = answer(splice(model, tried).eval(), tokenizer, encoded, what=str(unit.site))
-        saved = float((best.loss - found.loss).mean())
-        more = difference(best.correct, found.correct)
-        leading = leading or (tried, saved)
-        if saved < options.least_gain and more.low <= 0:
-            passed += plan is not None
+        saved, more = difference(found.loss, best.loss), difference(best.correct, found.correct)
+        helps = more.low > 0 or (saved.low > 0 and saved.mean >= options.least_gain and more.high >= 0)
+        harms = more.high < 0 or (saved.high < 0 and more.low <= 0)
+        leading = leading or tried
+        taken = helps if plan else not harms
+        say(
+            f"{unit.site}: saves {saved.mean:+.3f} nats a question [{saved.low:+.3f}, {saved.high:+.3f}], accuracy "
+            f"{more.mean:+.3f}, untrained{'' if taken else ': passed over'}"
+        )
+        if taken:
+            plan, best = tried, found
+        elif plan:
+            passed += 1
             if passed > 1:
                 break
-            continue
-        say(f"{unit.site}: saves {saved:+.3f} nats a question, accuracy {more.mean:+.3f}, untrained")
-        plan, best = tried, found
     if plan is None:
         assert leading is not None  # there are units
-        plan, saved = leading
-        say(
-            f"no leading head helps as untrained attention. The plan takes {plan.sites[0]}, which saves {saved:+.3f} nats a "
-            "question. locate.exact=1 measures what each head gains"
-        )
+        plan = leading
+        say(f"every leading head does harm as untrained attention; the plan takes {plan.sites[0]}. See also locate.exact=1")
     return plan
