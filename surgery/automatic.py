@@ -83,6 +83,7 @@ def go_on(recipe: Recipe, report: Report, out: Path, trust_remote_code: bool = F
     """The command that goes on from a finished run in `out`, and why: longer where the loss still fell when tuning ended, of
     the hybrid or of a control, with more heads where little was gained; nothing otherwise."""
     plan, heads, main = recipe.plan, sum(len(site.heads) for site in report.main.sites), report.verdict.model
+    most = plan.max_heads
     folders = {name: folder for name in report.models if (folder := out / "tuning" / name).is_dir()}
     fell = [name for name, folder in folders.items() if recipe.tune.steps == "auto" and still_fell(folder)]
     if fell:  # they had taken the most steps
@@ -90,9 +91,9 @@ def go_on(recipe: Recipe, report: Report, out: Path, trust_remote_code: bool = F
         if main in fell:
             whose = "The loss" if len(fell) == 1 else "The loss, and that of controls,"
         why, setting = f"{whose} still fell when tuning ended; more steps", f"tune.max_steps={2 * recipe.tune.max_steps}"
-    elif "plan.heads" in report.verdict.advice and heads and plan.sites is None:
-        more = plan.max_heads * (1 + (heads >= plan.max_heads)) if plan.heads == "auto" else 2 * plan.heads
-        why, setting = "There is more to gain, maybe with more heads", f"plan.heads={more}"
+    elif "more heads" in report.verdict.advice and heads and plan.sites is None and (plan.heads != "auto" or heads >= most):
+        setting = f"plan.max_heads={2 * most}" if plan.heads == "auto" else f"plan.heads={2 * plan.heads}"
+        why = "There is more to gain, maybe with more heads"
     else:
         return ""
     other = next(path for number in count(2) if not (path := out.with_name(f"{out.name}-{number}")).exists())

@@ -17,6 +17,7 @@ CEILING = 0.98  # an accuracy above which hardly anything is left to gain
 ORDER = ("kv", "kv_unseen", "bigrams", "needle", "multiple_choice")  # what a verdict is about, the first that was measured
 MUCH = 0.1  # of the tokens of text, on which a graft acts; plan.share is 0.01 by default
 MOST = 4  # measurements in a sentence
+FEW = 50  # questions, below which an interval promises little
 
 
 def main_measurement(names: Sequence[str]) -> str:
@@ -63,8 +64,10 @@ def judge(
     ]
     answer, sentence = _answer(change, better, compared, losses, close)
     if at_chance(base, measurements, measurement):
-        answer = "not judged"
-        sentence = f"Cannot be judged: the base is at chance on {asked.label}, a skill that the edit cannot add; {compared}."
+        answer, n = "not judged", base.results[measurement].n
+        why = "what is gained here, tuning has taught" if better else "a skill that the edit cannot add"
+        known = f"at chance on {asked.label}, {why}" if n >= FEW else f"not told from chance by {n} questions on {asked.label}"
+        sentence = f"Cannot be judged: the base is {known}; {compared}."
     details = [_said_of_controls(controls, asked, measurement), _said_of_losses(measurements, base, model, losses, answer)]
     details.append(_said_of_price(base, model))
     if (on_text := model.on_text) is not None:
@@ -116,6 +119,12 @@ def at_chance(base: ModelReport, measurements: Mapping[str, Measurement], measur
     return bool(guesses) and all(base.results[name].low <= chance for name, chance in guesses.items())
 
 
+def is_behind(model: ModelReport, other: ModelReport, measurement: str, is_loss: bool) -> bool:
+    """Whether a model is behind another one by more than the intervals of both changes from the base."""
+    own, better = model.changes[measurement], other.changes.get(measurement)
+    return better is not None and (better.high < own.low if is_loss else better.low > own.high)
+
+
 def _said_of_controls(controls: Mapping[str, ModelReport], asked: Measurement, measurement: str) -> str:
     unknown = "whether tuning without attention would do as well is not known"
     if not controls:
@@ -132,13 +141,20 @@ def _said_of_controls(controls: Mapping[str, ModelReport], asked: Measurement, m
 def _said_of_losses(
     measurements: Mapping[str, Measurement], base: ModelReport, model: ModelReport, losses: Sequence[str], answer: Answer
 ) -> str:
-    kept = []
+    kept, unsure = [], []  # whether a fall beyond the bound is ruled out
     for name in ("multiple_choice", "knowledge", "text"):
         if name in model.changes:
             before, after, change = figure(base.results[name]), figure(model.results[name]), model.changes[name]
-            kept.append(f"{measurements[name].label} {before} to {after} ({change.mean:+.3f})")
-    said = f"Kept: {'; '.join(kept)}." if kept and not losses else f"Other skills: {'; '.join(kept)}." if kept else ""
-    return f"{said} Lost: {', '.join(losses[:MOST])}.".strip() if losses and answer != "mixed" else said
+            words = f"{measurements[name].label} {before} to {after}"
+            is_loss = measurements[name].metric == "loss"
+            if losses or (change.high < BOUND_OF_LOSS if is_loss else change.low > -BOUND):
+                kept.append(f"{words} ({change.mean:+.3f})")
+            else:
+                unsure.append(f"{words} ({change}, n = {change.n:,})")
+    said = [f"{'Other skills' if losses else 'Kept'}: {'; '.join(kept)}."] if kept else []
+    said += [f"Not shown to fall, nor to be kept: {'; '.join(unsure)}."] if unsure else []
+    said += [f"Lost: {', '.join(losses[:MOST])}."] if losses and answer != "mixed" else []
+    return " ".join(said)
 
 
 def _said_of_price(base: ModelReport, model: ModelReport) -> str:
@@ -171,13 +187,19 @@ def _advise(
     ]
     if answer == "not judged":
         return f"In place of {asked.label} choose a size or a probe that the base can do in part (locate.options, bench.pairs)."
-    if answer == "no" and not is_loss and base.results[measurement].mean >= CEILING:
+    harm, full = answer == "no" and change.shown, not is_loss and base.results[measurement].mean >= CEILING
+    if harm:
+        did = "Tuning did the harm: untrained it does better. " * is_behind(
+            model, models.get("spliced", model), measurement, is_loss
+        )
+        said.append(f"{did}Lower tune.learning_rate, or graft fewer heads (plan.heads).")
+    elif answer == "no" and full:
         said.append("The base is nearly perfect here, so a gain could not show: ask for more pairs (bench.pairs).")
     elif answer == "no" and not change.shown and change.detectable and change.detectable > 2 * BOUND:
         said.append(f"n = {change.n:,} shows differences of {change.detectable:.3f} or more: ask more (bench.limit).")
     if answer == "no" and gains:
         said.append(f"It does gain elsewhere: {'; '.join(gains[:MOST])}; locate and tune nearer to {asked.label}.")
-    if answer == "no" and not gains:
+    if answer == "no" and not (gains or harm or full):
         said.append("Try more heads (plan.heads), more steps (tune.max_steps), or hints and adapters (tune.hints, tune.lora).")
     if answer == "mixed":
         said.append("Let null keys read the query (plan.keep_skills=true), or let the grafts act on less text (plan.share).")

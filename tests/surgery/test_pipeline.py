@@ -82,8 +82,8 @@ def test_a_run_leaves_each_stages_file(ran):
     [
         ("tune.steps=auto tune.max_steps=8", 0, "more heads (plan.heads)", "tune.max_steps=16"),
         ("tune.steps=auto", 2, "more heads (plan.heads)", "plan.heads=2"),
-        ("tune.steps=auto plan.heads=auto", 2, "more heads (plan.heads)", "plan.heads=4"),
-        ("tune.steps=auto plan.heads=auto plan.max_heads=1", 2, "more heads (plan.heads)", "plan.heads=2"),
+        ("tune.steps=auto plan.heads=auto", 2, "more heads (plan.heads)", None),  # no further head helped
+        ("tune.steps=auto plan.heads=auto plan.max_heads=1", 2, "more heads (plan.heads)", "plan.max_heads=2"),
         ("plan.sites=L0.H1", 0, "more heads (plan.heads)", None),
         ("tune.steps=auto", 2, "ask more (bench.limit)", None),
     ],

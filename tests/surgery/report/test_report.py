@@ -191,6 +191,24 @@ def test_a_graft_that_acts_on_much_text_is_told(acts, told):
     assert ("plan.keep_skills=true" in " ".join(verdict.details)) == told
 
 
+@pytest.mark.parametrize(("untrained", "fault"), [(0.6, True), (0.1, False)])
+def test_advice_after_harm_is_not_to_do_more(untrained, fault):
+    made = make_report(tuned=model("tuned", "hybrid", 0.1), spliced=model("spliced", "hybrid", untrained))
+    verdict = judge(made.measurements, made.models, "tuned", "kv.64", None)
+    assert verdict.answer == "no"
+    assert "Lower tune.learning_rate" in verdict.advice
+    assert "more heads" not in verdict.advice
+    assert ("Tuning did the harm" in verdict.advice) == fault
+
+
+@pytest.mark.parametrize(("margin", "kept"), [(0.005, True), (0.3, False)])
+def test_a_skill_is_kept_where_a_fall_is_ruled_out(margin, kept):
+    changes = {"kv.64": change(0.6), "text": Change(mean=0.0, low=-margin, high=margin, n=20, p=1.0)}
+    made = make_report(tuned=model("tuned", "hybrid", 0.9).model_copy(update={"changes": changes}))
+    details = judge(made.measurements, made.models, "tuned", "kv.64", None).details[1]
+    assert details.startswith("Kept: held-out text" if kept else "Not shown to fall, nor to be kept: held-out text")
+
+
 def test_files_of_a_report(tmp_path):
     report = make_report()
     names = write_report(report, tmp_path, hybrid="hybrid")
