@@ -124,7 +124,7 @@ def estimate(recipe: Recipe, seen: Look) -> Estimate:
     Weights are shared by all models of a run; what is trained is small beside them. A step of training holds, for each of its
     tokens, about 40 numbers of the hidden size a layer, and the logits three times.
     """
-    tune, bench = recipe.tune, recipe.bench
+    plan, tune, bench = recipe.plan, recipe.tune, recipe.bench
     pairs = [max(_numbers(entry.options.get("pairs"), 32)) for entry in tune.examples] or [0]
     example = TOKENS_PER_PAIR * max(pairs) // 2
     steps = tune.max_steps if tune.steps == "auto" else tune.steps
@@ -139,6 +139,7 @@ def estimate(recipe: Recipe, seen: Look) -> Estimate:
     asked = bench.limit * TOKENS_PER_PAIR * (sum(bench.pairs) + bench.pairs[-1]) + bench.windows * bench.window
     tokens = {
         "locate": question * (BACKWARD * locating.examples + ablated),
+        "plan": locating.examples * TOKENS_PER_PAIR * max(bench.pairs) * (plan.max_heads + 2) if plan.heads == "auto" else 0,
         "tune": steps * step * trained,
         "bench": asked * (2 + trained),
         "export": 0,

@@ -221,8 +221,7 @@ class Run:
                     raise KeyboardInterrupt
         if self.watcher.is_auto:
             self.log.flat = self.watcher.flat
-            short = ", but the held-out loss still fell (tune.max_steps)" if self.watcher.is_cut_short else ""
-            say(f"tuning {self.name}: {len(self.log.steps)} steps{short}")
+            say(f"tuning {self.name}: {len(self.log.steps)} steps, {self.watcher.ending()}")
         if self.options.report_to:
             self.accelerator.end_training()
         return self.log

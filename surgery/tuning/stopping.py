@@ -78,7 +78,12 @@ class Watcher:
             found["flat"] = step
         return found
 
-    @property
-    def is_cut_short(self) -> bool:
-        """Whether the steps end because they are too many, and not because the curve is flat."""
-        return self.is_auto and self.flat is not None and self.since < PATIENCE
+    def ending(self) -> str:
+        """The loss after the last step, where steps is auto, and what is wrong with it, in words."""
+        last, best = self.measure(), np.asarray(self.best)
+        said = f"held-out loss {last.mean():.3f}"
+        if self.since < PATIENCE:
+            return f"{said}, which still fell (tune.max_steps)"
+        if last.mean() > best.mean() and (len(best) < 2 or difference(last, best).high < 0):
+            return f"{said}, which was {best.mean():.3f} before: lower tune.learning_rate"
+        return said
