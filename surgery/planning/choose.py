@@ -130,10 +130,10 @@ def grow_plan(
     questions: Sequence[Question],
 ) -> Plan:
     """Add the leading units one by one, untrained, while the next one saves options.least_gain nats a question or answers more
-    of them, beyond chance. One unit that does neither is passed over: the one behind it may still help. The first need only
-    not be shown to harm: an untrained graft can find the right record and still be too sure of wrong ones, which tuning mends.
-    A slope says what a little attention saves, and in the place of a head it may lose much. Where all do, the plan is the
-    leading one."""
+    of them, beyond chance. One unit that does neither is passed over: the one behind it may still help. The first only must
+    not answer fewer, beyond chance: a slope says what a little attention saves, and in the place of a head it may lose much. A
+    larger loss alone is no harm: an untrained graft can find the right record and still be too sure of wrong ones, which tuning
+    mends. Where all answer fewer, the plan is the leading one."""
     encoded = encode(tokenizer, questions)
     rows = None if options.share is None else read_plain_text(tokenizer, data, ROWS, seed)
     best, passed = answer(model, tokenizer, encoded, what="base"), 0
@@ -147,9 +147,8 @@ def grow_plan(
         found = answer(splice(model, tried).eval(), tokenizer, encoded, what=str(unit.site))
         saved, more = difference(found.loss, best.loss), difference(best.correct, found.correct)
         helps = more.low > 0 or (saved.low > 0 and saved.mean >= options.least_gain and more.high >= 0)
-        harms = more.high < 0 or (saved.high < 0 and more.low <= 0)
         leading = leading or tried
-        taken = helps if plan else not harms
+        taken = helps if plan else more.high >= 0
         say(
             f"{unit.site}: saves {saved.mean:+.3f} nats a question [{saved.low:+.3f}, {saved.high:+.3f}], accuracy "
             f"{more.mean:+.3f}, untrained{'' if taken else ': passed over'}"
@@ -163,5 +162,5 @@ def grow_plan(
     if plan is None:
         assert leading is not None  # there are units
         plan = leading
-        say(f"every leading head does harm as untrained attention; the plan takes {plan.sites[0]}. See also locate.exact=1")
+        say(f"fewer are answered with each leading head; the plan takes {plan.sites[0]}. See also locate.exact=1")
     return plan
