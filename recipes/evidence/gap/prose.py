@@ -281,7 +281,8 @@ own loss is {own}.
 
 {table}
 
-Share closed: (edited - base) / (twin - base), on repeated rare bigrams, with the twin that has attention at the same heads.
+Share closed: (edited - base) / (twin - base), on repeated rare bigrams, with the twin that has attention at the same heads;
+over all seeds with Fieller's interval, which is wide where seeds differ.
 Rivals are tuned as the edit is, for as many tokens; the window takes the bytes of the edit's cache of a tuning row.
 
 ![Nats saved, every seed a point](prose.png)
@@ -328,13 +329,14 @@ def named(cell: tuple[str, float]) -> str:
 def write_page(rows: list[Row]) -> str:
     """The page."""
     at = {(row["model"], row["share"]): row for row in rows}
-    head = ["nats saved", "parameters trained", "cache, 2,048 tokens", *COLUMNS.values(), "share closed"]
+    head = ["nats saved", "parameters trained", "cache, 2,048 tokens", *COLUMNS.values(), "share closed, by seed", "over all seeds"]
     lines = [head]
     for cell in (cell for cell in list_cells()[1:] if cell in at and cell not in UNTRAINED):
         cache = f"{at[cell]['cache_bytes'] / 1024:.0f} KiB" if "cache_bytes" in at[cell] else "the text's tokens"
         figures = [f"{np.mean(saved(rows, cell, asked)):+.3f}" for asked in COLUMNS]
-        closed = gap.show(gap.shares(rows, cell, f"bigrams.{LENGTH}", "twin"))
-        lines.append([named(cell), f"{at[cell]['trained']:,}", cache, *figures, closed])
+        over, alone = gap.shares(rows, cell, f"bigrams.{LENGTH}", "twin")
+        each = ", ".join(f"{one.mean:.2f}" if one else "no gap shown" for one in alone.values())
+        lines.append([named(cell), f"{at[cell]['trained']:,}", cache, *figures, each, gap.show((over, alone))])
     rivals = [cell for cell in list_cells() if cell[0] in RIVALS and cell in at]
     seeds = sorted({row["seed"] for row in rows})
 
