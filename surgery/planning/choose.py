@@ -130,10 +130,11 @@ def grow_plan(
     questions: Sequence[Question],
 ) -> Plan:
     """Add the leading units one by one, untrained, while the next one saves options.least_gain nats a question or answers more
-    of them, beyond chance. One unit that does neither is passed over: the one behind it may still help. The first only must
-    not answer fewer, beyond chance: a slope says what a little attention saves, and in the place of a head it may lose much. A
-    larger loss alone is no harm: an untrained graft can find the right record and still be too sure of wrong ones, which tuning
-    mends. Where all answer fewer, the plan is the leading one."""
+    of them, beyond chance: in doubt one more, which costs its cache. One unit that does neither, or with which fewer are
+    answered, is passed over: the one behind it may still help. The first only must not answer fewer, beyond chance: a slope
+    says what a little attention saves, and in the place of a head it may lose much. A larger loss alone is no harm: an
+    untrained graft can find the right record and still be too sure of wrong ones, which tuning mends. Where all answer fewer,
+    the plan is the leading one."""
     encoded = encode(tokenizer, questions)
     rows = None if options.share is None else read_plain_text(tokenizer, data, ROWS, seed)
     best, passed = answer(model, tokenizer, encoded, what="base"), 0
@@ -146,7 +147,7 @@ def grow_plan(
         tried = make_plan(model, tokenizer, sites, starts, options, data, seed, rows, questions)
         found = answer(splice(model, tried).eval(), tokenizer, encoded, what=str(unit.site))
         saved, more = difference(found.loss, best.loss), difference(best.correct, found.correct)
-        helps = more.low > 0 or (saved.low > 0 and saved.mean >= options.least_gain and more.high >= 0)
+        helps = more.low > 0 or (saved.mean >= options.least_gain and more.high >= 0)
         leading = leading or tried
         taken = helps if plan else more.high >= 0
         say(

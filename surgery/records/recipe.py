@@ -93,8 +93,8 @@ class PlanOptions(Record):
     max_heads: Count = 4
     """At most this many heads, where heads is auto."""
     least_gain: Weight = 0.02
-    """Where heads is auto: a head more is worth its cache if it saves this many nats a question or answers more questions,
-    beyond the interval."""
+    """Where heads is auto: a head more is worth its cache if it saves this many nats a question, or if more questions are
+    answered beyond chance."""
     layers: Count = 1
     """How many of the leading layers are grafted. For kind layer."""
     sites: SitesText | None = None
