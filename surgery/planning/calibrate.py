@@ -49,7 +49,7 @@ def calibrate(model: Any, plan: Plan, rows: Tensor, share: float, batch_size: in
             break
     else:
         raise UserError(
-            f"{unsure[0]}: scores on text are beyond {guess[unsure[0]]:.0f} nats; choose other sites, or share=null"
+            f"{unsure[0]}: scores on text are beyond {guess[unsure[0]]:.0f} nats; choose other heads, or plan.share=null"
         )
     starts = {name: start.model_copy(update={"null": round(guess[name], 3)}) for name, start in heads.items()}
     return plan.model_copy(update={"starts": starts})
@@ -87,7 +87,7 @@ def served(graft: Graft) -> list[list[int]]:
 
 def solve_null(lse: Tensor, share: float) -> float:
     """b with mean sigmoid(lse - b) = share, by bisection to a thousandth of a nat."""
-    finite = lse[lse.isfinite()]  # the others: m was 0 to all digits, so that every b is too large for them
+    finite = lse[lse.isfinite()]  # the others lie so far below the guess that m was 0
     if not len(finite):
         return BEGIN
     low, high = float(finite.min()) - 50, float(finite.max()) + 50
