@@ -329,8 +329,8 @@ def named(cell: tuple[str, float]) -> str:
 def write_page(rows: list[Row]) -> str:
     """The page."""
     at = {(row["model"], row["share"]): row for row in rows}
-    head = ["nats saved", "parameters trained", "cache, 2,048 tokens", *COLUMNS.values(), "share closed, by seed", "over all seeds"]
-    lines = [head]
+    head = ["nats saved", "parameters trained", "cache, 2,048 tokens"]
+    lines = [[*head, *COLUMNS.values(), "share closed, by seed", "over all seeds"]]
     for cell in (cell for cell in list_cells()[1:] if cell in at and cell not in UNTRAINED):
         cache = f"{at[cell]['cache_bytes'] / 1024:.0f} KiB" if "cache_bytes" in at[cell] else "the text's tokens"
         figures = [f"{np.mean(saved(rows, cell, asked)):+.3f}" for asked in COLUMNS]
