@@ -97,8 +97,7 @@ of both kinds: all tuning dictionaries draw on the same 64 words, which long tun
 
 {table}
 
-Not done: {left}.
-`plateau.py` measures, and writes this page; `plateau.jsonl` is the record.
+{left}`plateau.py` measures, and writes this page; `plateau.jsonl` is the record.
 """
 
 
@@ -148,7 +147,7 @@ def write_page(rows: list[Row], brief: list[Row]) -> str:
         verdict=f"The strongest rival is {WORDS[rivals[0]]}, which {'matches' if closes else 'trails'} the edit.\n"
         f"After its best tuning it scores {scores(whole[rivals[0]])}.\n"
         f"The edit, tuned on {gap.EQUAL:.0%} of the pretraining tokens, scores {scores(short['2 heads'])}.",
-        left=", ".join(WORDS[name] for name in own if not own[name]) or "nothing",
+        left="".join(f"Not done: {WORDS[name]}.\n" for name in own if not own[name]),
         seeds=f"Seeds {', '.join(map(str, seeds))}",
         most=MOST,
         choose=CHOOSE,
