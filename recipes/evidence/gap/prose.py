@@ -221,8 +221,11 @@ class Prose(gap.Seed):
         return ProseTraining(recipe, self.tokenizer, WORK / f"{self.seed}-{name}", self.corpus)
 
     def begin(self, name: str) -> tuple[Any, Any, surgery.Tune, int]:
-        changed: Row = {"hints": {"hints": Hints()}, CLOSER: {"kl_weight": CLOSER_BY}}.get(name, {})
-        made = {"hints": "no null key", CLOSER: "2 heads"}.get(name, name)
+        variants: dict[str, tuple[str, Row]] = {
+            "hints": ("no null key", {"hints": Hints()}),
+            CLOSER: ("2 heads", {"kl_weight": CLOSER_BY}),
+        }
+        made, changed = variants.get(name, (name, {}))
         model, teacher, tuning, trained = super().begin(made)
         return model, teacher, tuning.model_copy(update=changed), trained
 
