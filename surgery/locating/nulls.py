@@ -42,11 +42,15 @@ def null_logits(model: Any, rows: Tensor, share: float, batch_size: int = 8) -> 
             model(input_ids=some.to(next(model.parameters()).device), use_cache=False, logits_to_keep=1)
     nulls = {}
     for layer, parts in totals.items():
-        total = torch.cat(parts, -1)
-        low, high = total.amin(-1) - 50, total.amax(-1) + 50
-        for _ in range(24):  # to a hundred-thousandth of a nat
-            middle = (low + high) / 2
-            over = (total - middle[..., None]).sigmoid().mean(-1) > share
-            low, high = torch.where(over, middle, low), torch.where(over, high, middle)
-        nulls[layer] = (low + high) / 2
+        nulls[layer] = solve_null(torch.cat(parts, -1), share)
     return nulls
+
+
+def solve_null(lse: Tensor, share: float) -> Tensor:
+    """b (...) with mean sigmoid(lse - b) = share over the last dimension of the log-sum-exps lse (..., n), in nats."""
+    low, high = lse.amin(-1) - 50, lse.amax(-1) + 50
+    for _ in range(24):  # to a hundred-thousandth of a nat where scores are usual
+        middle = (low + high) / 2
+        over = (lse - middle[..., None]).sigmoid().mean(-1) > share
+        low, high = torch.where(over, middle, low), torch.where(over, high, middle)
+    return (low + high) / 2

@@ -86,7 +86,7 @@ def overlap(base, tokenizer, plan, seed: int) -> dict:
         read[kind] = read_matches(closed, encoded.padded(), encoded.mask("query"), 8)
     result = {}
     for head in plan.starts:
-        (lse, q), (other_lse, other_q) = (each[head] for each in read.values())
+        (lse, q), (other_lse, other_q) = ((each[head][0][:, 0], each[head][1]) for each in read.values())
         fitted, tested = ([each[half::2] for each in (q, other_q)] for half in (0, 1))
         spread = sum(each.T.cov() for each in fitted)
         ridge = 1e-3 * spread.trace() / len(spread) * torch.eye(len(spread), dtype=spread.dtype)

@@ -5,9 +5,10 @@ import pytest
 import torch
 
 from surgery.errors import UserError
+from surgery.locating.nulls import solve_null
 from surgery.modeling.graft import watched
 from surgery.pipeline import locate_heads
-from surgery.planning.calibrate import calibrate, fit_queries, solve_null
+from surgery.planning.calibrate import calibrate, fit_queries
 from surgery.planning.choose import choose, make_plan, read_plain_text
 from surgery.probes import make_probe
 from surgery.probes.encoded import encode
