@@ -39,20 +39,22 @@ from surgery.tuning.lora import add_adapters, merge_adapters, save_adapters
 from surgery.tuning.losses import Losses, Weights
 from surgery.tuning.stopping import EXAMPLES, Watcher
 
-VERSION = 5  # of the steps: a run that another version began cannot be resumed
+VERSION = 6  # of the steps: a run that another version began cannot be resumed
 WEIGHT_DECAY = 0.01  # of matrices and convolution filters
 CLIP = 1.0  # the largest norm of the gradient
 KEPT_BACK_SEED = 40_009  # added to the run's for examples that are kept back
-STATE, WEIGHTS, LOG = "state.json", "trained.safetensors", "log.jsonl"
+STATE, WEIGHTS, BEST, LOG = "state.json", "trained.safetensors", "best.safetensors", "log.jsonl"
 
 
 @dataclass
 class TuningLog:
     """What tuning did. steps: a record of each, {"step", "loss", "examples", "kl", ...}, losses in nats. flat: the step at
-    which the held-out loss was flat, where tune.steps is auto. seconds: of computing, in this process."""
+    which the held-out loss was flat, where tune.steps is auto. back_to: the step whose weights were put back in the end, since
+    the loss rose after it. seconds: of computing, in this process."""
 
     steps: list[dict[str, float]] = field(default_factory=list)
     flat: int | None = None
+    back_to: int | None = None
     seconds: float = 0.0
 
 
@@ -172,7 +174,7 @@ class Run:
         self.accelerator.register_save_state_pre_hook(self._save_trained)
         self.accelerator.register_load_state_pre_hook(self._load_trained)
         held_out = ExampleSource(batches.tokenizer, options, batches.seed + KEPT_BACK_SEED)
-        self.watcher = Watcher(options, lambda: self._measure(held_out))
+        self.watcher = Watcher(options, lambda: self._measure(held_out), trained)
         self.settings = self._settings()
         if options.report_to:
             self.accelerator.init_trackers(name)
@@ -220,8 +222,8 @@ class Run:
                     say(f"tuning {self.name}: stopped after step {step + 1}{kept}")
                     raise KeyboardInterrupt
         if self.watcher.is_auto:
-            self.log.flat = self.watcher.flat
             say(f"tuning {self.name}: {len(self.log.steps)} steps, {self.watcher.ending()}")
+            self.log.flat, self.log.back_to = self.watcher.flat, self.watcher.back_to
         if self.options.report_to:
             self.accelerator.end_training()
         return self.log
@@ -320,6 +322,8 @@ class Run:
         if is_main():
             tensors = {key: p.detach().cpu().contiguous() for key, p in self.trained.items()}
             save_file(tensors, Path(folder) / WEIGHTS)
+            if self.watcher.is_auto:
+                save_file(self.watcher.best_weights, Path(folder) / BEST)
 
     @torch.no_grad()
     def _load_trained(self, models: list[Any], folder: str) -> None:
@@ -327,6 +331,8 @@ class Run:
         tensors = load_file(Path(folder) / WEIGHTS)
         for key, p in self.trained.items():
             p.copy_(tensors[key])
+        if self.watcher.is_auto:
+            self.watcher.best_weights = load_file(Path(folder) / BEST)
 
 
 def checkpoints(folder: Path) -> list[Path]:

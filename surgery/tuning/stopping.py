@@ -1,4 +1,5 @@
-"""The learning rate, and tune.steps=auto: when the loss on examples that are kept back is flat, and when the steps then end.
+"""The learning rate, and tune.steps=auto: when the loss on examples that are kept back is flat, when the steps then end, and
+which weights are taken: the last, or the best where the loss rose after them.
 
 The loss falls once more while the learning rate does, so a curve under a rate that already falls says nothing on whether more
 steps would help. So the rate stays until the curve is flat, and falls after that. A curve of means goes up and down by chance;
@@ -11,6 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor, nn
 
 from surgery.evaluation.statistics import difference
 from surgery.records.recipe import Tune
@@ -25,25 +28,29 @@ FALL = 0.25  # the share of all steps over which the learning rate falls, where 
 class Watcher:
     """Says the learning rate of a step, and whether it was the last.
 
-    measure: gives the losses on examples that are kept back, (batches,) in nats; it is called where steps is auto. flat: the
-    step after which the learning rate falls; None before that is known.
+    measure: gives the losses on examples that are kept back, (batches,) in nats; it is called where steps is auto. trained:
+    what learns. flat: the step after which the learning rate falls; None before that is known. back_to: the step whose weights
+    were put back in the end, if they were.
     """
 
-    def __init__(self, options: Tune, measure: Callable[[], np.ndarray]):
-        self.measure, self.warmup = measure, options.warmup_steps
+    def __init__(self, options: Tune, measure: Callable[[], np.ndarray], trained: dict[str, nn.Parameter]):
+        self.measure, self.trained, self.warmup = measure, trained, options.warmup_steps
         self.is_auto = options.steps == "auto"
         self.most = options.max_steps if options.steps == "auto" else options.steps
         self.longest = max(1, self.most - round(FALL * self.most))
         self.best: list[float] = []
-        self.since, self.flat = 0, None if self.is_auto else 0
+        self.best_weights: dict[str, Tensor] = {}
+        self.best_step, self.since, self.flat = 0, 0, None if self.is_auto else 0
+        self.back_to: int | None = None
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds of it."""
-        return {"best": self.best, "since": self.since, "flat": self.flat}
+        """What a checkpoint holds of it, beside the best weights."""
+        return {key: getattr(self, key) for key in ("best", "best_step", "since", "flat")}
 
     def restore(self, state: dict[str, Any]) -> None:
         """The inverse of `state`."""
-        self.best, self.since, self.flat = state["best"], state["since"], state["flat"]
+        for key in self.state():
+            setattr(self, key, state[key])
 
     @property
     def end(self) -> int:
@@ -69,7 +76,8 @@ class Watcher:
         losses, best = self.measure(), np.asarray(self.best)
         saved = difference(losses, best) if self.best else None
         if saved is None or (saved.mean > LEAST_GAIN * best.mean() and (saved.n < 2 or saved.low > 0)):
-            self.best, self.since = losses.tolist(), 0
+            self.best, self.best_step, self.since = losses.tolist(), step, 0
+            self.best_weights = {key: p.detach().to("cpu", copy=True).contiguous() for key, p in self.trained.items()}
         else:
             self.since += 1
         found = {"held_out": float(losses.mean())}
@@ -78,12 +86,15 @@ class Watcher:
             found["flat"] = step
         return found
 
+    @torch.no_grad()
     def ending(self) -> str:
-        """The loss after the last step, where steps is auto, and what is wrong with it, in words."""
+        """After the last step, where steps is auto: put the best weights back if the loss is larger now, beyond the interval,
+        and say what it is."""
         last, best = self.measure(), np.asarray(self.best)
         said = f"held-out loss {last.mean():.3f}"
-        if self.since < PATIENCE:
-            return f"{said}, which still fell (tune.max_steps)"
         if last.mean() > best.mean() and (len(best) < 2 or difference(last, best).high < 0):
-            return f"{said}, which was {best.mean():.3f} before: lower tune.learning_rate"
-        return said
+            self.back_to = self.best_step
+            for key, p in self.trained.items():
+                p.copy_(self.best_weights[key])
+            return f"{said}: back to step {self.best_step}, where it was {best.mean():.3f}; lower tune.learning_rate"
+        return f"{said}, which still fell (tune.max_steps)" if self.since < PATIENCE else said

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from surgery.errors import UserError
 from surgery.records.recipe import Data, Examples, Hints
 from surgery.splicing.splice import adopt, unsplice
-from surgery.tuning.loop import TuningLog, tune
+from surgery.tuning.loop import Run, TuningLog, tune
 from tests.surgery.tuning.small import TOKENIZER, few_steps, toy_base, toy_hybrid, weights
 
 
@@ -68,12 +68,12 @@ def interrupted(folder: Path, call: int, number: int, **options: Any) -> None:
     """Tune until a signal comes in a forward of the model."""
     hybrid, calls = toy_hybrid(), [0]
 
-    def count(*_: Any) -> None:
+    def strike(*_: Any) -> None:
         calls[0] += 1
         if calls[0] == call:
             os.kill(os.getpid(), number)
 
-    handle = hybrid.register_forward_pre_hook(count)
+    handle = hybrid.register_forward_pre_hook(strike)
     with pytest.raises(KeyboardInterrupt):
         tune(hybrid, TOKENIZER, few_steps(**options), seed=3, folder=folder)
     handle.remove()
@@ -102,6 +102,15 @@ def test_a_run_with_steps_auto_is_resumed_alike(tmp_path: Path) -> None:
     assert largest_difference(whole, again) == 0
     assert resumed.flat == log.flat == 9
     assert len(log.steps) == 12
+
+
+def test_where_the_loss_rises_the_best_weights_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    losses = iter(range(1, 9))
+    monkeypatch.setattr(Run, "_measure", lambda *_: torch.full((4,), next(losses)).numpy())
+    for _ in range(2):  # the second time from the last checkpoint, which holds both
+        hybrid, log = tuned(tmp_path, steps="auto", max_steps=12)
+        assert (len(log.steps), log.back_to) == (12, 0)
+        assert largest_difference(hybrid, toy_hybrid()) == 0
 
 
 def test_what_was_read_is_part_of_the_settings(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The learning rate, and when a curve is flat."""
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from tests.surgery.tuning.small import few_steps
 
 
 def test_the_rate_rises_and_falls_and_is_never_zero() -> None:
-    watcher = Watcher(few_steps(steps=100, warmup_steps=10), lambda: np.zeros(1))
+    watcher = Watcher(few_steps(steps=100, warmup_steps=10), lambda: np.zeros(1), {})
     shares = [watcher.share(step) for step in range(100)]
     assert shares[:10] == pytest.approx(np.arange(1, 11) / 10)
     assert all(a >= b for a, b in itertools.pairwise(shares[9:]))
@@ -25,10 +26,11 @@ def curve(*means: float, noise: float = 0.01, batches: int = 16) -> list[np.ndar
     return [mean * (1 + 0.1 * fixed) + noise * rng.normal(size=batches) for mean in means]
 
 
-def run_watcher(losses: list[np.ndarray], most: int = 1000) -> Watcher:
+def run_watcher(losses: list[np.ndarray], most: int = 1000, steps: range = range(1000), **state: Any) -> Watcher:
     given = iter(losses)
-    watcher = Watcher(few_steps(steps="auto", max_steps=most), lambda: next(given))
-    for step in range(most):
+    watcher = Watcher(few_steps(steps="auto", max_steps=most), lambda: next(given), {})
+    watcher.restore(watcher.state() | state)
+    for step in steps:
         if step >= watcher.end:
             break
         watcher.look(step)
@@ -39,16 +41,15 @@ def test_a_flat_curve_ends_the_steps() -> None:
     watcher = run_watcher(curve(3, 2, 1, 0.5, 0.5, 0.5, 0.5, 3))
     assert watcher.flat == 5 * EVAL_STEPS
     assert watcher.end == round(5 * EVAL_STEPS / 0.75)
-    assert "which" not in watcher.ending()
-    assert "lower tune.learning_rate" in watcher.ending()  # the loss of 3 comes after the last step
+    assert "back" not in watcher.ending()
+    assert "back to step 75" in watcher.ending()  # the loss of 3 comes after the last step
     assert watcher.share(watcher.flat - 1) == 1
     assert watcher.share(watcher.end - 1) < 0.01
 
 
 def test_a_curve_that_still_falls_is_cut_short() -> None:
     watcher = run_watcher(curve(*np.geomspace(3, 0.3, 30)), most=400)
-    assert watcher.flat == 300
-    assert watcher.end == 400
+    assert (watcher.flat, watcher.end) == (300, 400)
     assert "still fell" in watcher.ending()
 
 
@@ -60,13 +61,6 @@ def test_chance_is_no_progress() -> None:
 def test_a_restored_watcher_goes_on_alike() -> None:
     losses = curve(3, 2, 1, 1, 1, 1)
     whole = run_watcher(losses)
-    first = Watcher(few_steps(steps="auto"), iter(losses[:3]).__next__)
-    for step in range(60):
-        first.look(step)
-    second = Watcher(few_steps(steps="auto"), iter(losses[3:]).__next__)
-    second.restore(first.state())
-    for step in range(60, 1000):
-        if step >= second.end:
-            break
-        second.look(step)
+    first = run_watcher(losses[:3], steps=range(60))
+    second = run_watcher(losses[3:], steps=range(60, 1000), **first.state())
     assert (second.flat, second.end) == (whole.flat, whole.end)
