@@ -1,7 +1,7 @@
 """How much of the gap on prose does a brief edit close?
 
     python recipes/evidence/gap/prose.py BOOKS --seeds 1 2 3    measure what prose.jsonl does not hold yet
-    python recipes/evidence/gap/prose.py --page                 prose.md and prose.png, from prose.jsonl
+    python recipes/evidence/gap/prose.py --page                 prose.md and prose.png, from what is measured
 
 BOOKS is a folder with train/ and valid/ of public-domain novels. The base, its twins, the edits and the rivals are those of
 gap.py, at a million parameters and with the tokenizer of checkpoints/tiny-names. Pretraining sees windows of train/ in which
@@ -10,16 +10,13 @@ and passages are short at first, without which none of these models learns to re
 joint recall as well, so that a base has several forms of retrieval. Heads are located on repeated rare bigrams of four novels
 of valid/, and models are measured on the others, by authors of whom nothing was learnt: the loss on repeated rare bigrams, on
 the other tokens and on all, at the length of pretraining, twice and four times that. Other edits are located and tuned on
-dictionaries, joint recall and questions about running text (running_text.py), and all are asked everything. Another curriculum
-needs an empty runs/gap/prose: a training goes on from what is there.
+dictionaries, joint recall and questions about running text (running_text.py), and all are asked everything. --shape takes
+another base, and fewer models. Another curriculum needs an empty runs/gap/prose: a training goes on from what is there.
 """
 
 import json
-import textwrap
 import time
-from collections import Counter
 from functools import cache
-from itertools import permutations, product
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +24,13 @@ import gap
 import numpy as np
 import torch
 from running_text import guesses, make_questions, write_questions
-from scipy.stats import spearmanr
 from transformers import AutoTokenizer
 
 import surgery
 from surgery.evaluation.controls import fit_copy_cache
-from surgery.evaluation.statistics import share_closed
 from surgery.evaluation.suites import Given, Measurement, ask_probe
 from surgery.records.plan import Plan
 from surgery.records.recipe import Examples, Hints
-from surgery.records.site import Site
 from surgery.runtime.files import read_text, write_text
 from surgery.runtime.progress import say
 from surgery.splicing.splice import adopt
@@ -60,6 +54,12 @@ BASE = {
     | {"state_size": 64, "n_groups": 1, "chunk_size": 64, "tie_word_embeddings": True},
     **{"steps": 1600, "learning_rate": 4e-3, "weight_decay": 0.1, "embedding_std": 0.06},
 }
+WIDE = BASE["architecture"] | {"hidden_size": 320, "num_hidden_layers": 6, "num_heads": 20}
+MAMBA1 = {"model_type": "mamba", "hidden_size": 128, "num_hidden_layers": 4, "state_size": 16, "tie_word_embeddings": True}
+SHAPES: dict[str, dict[str, Any]] = {  # other bases
+    "5m": BASE | {"architecture": WIDE, "learning_rate": 2.5e-3, "embedding_std": 0.04},
+    "mamba1": BASE | {"architecture": MAMBA1},
+}
 TUNE = {"batch_size": 8, "text_batch_size": 4, "text_tokens": LENGTH}
 WIDTH = 64  # of queries and keys, at least the state's size
 TUNED = 12  # edits are tuned on one in so many novels of train/
@@ -72,6 +72,8 @@ UNTRAINED = tuple((name, 0.0) for name in OTHERS)  # which only the page's secon
 READS, CLOSER = "null keys that read", "held closer"
 CLOSER_BY = 4.0  # the KL weight of CLOSER, as recipes that `surgery run` makes have it
 RIVALS = ("copy cache", *gap.RIVALS)
+BRIEF = [("base", 0.0), ("twin", 0.0), ("2 heads", 0.0), ("2 heads", gap.EQUAL), ("copy cache", 0.0)]  # of other shapes
+BRIEF += [*((name, gap.EQUAL) for name in ("same layer", "adapters", CLOSER, "window", "all weights")), ("2 heads", LONG)]
 SOONER = ("copy cache", "same layer", "adapters", READS, "window", "all weights")
 Row = dict[str, Any]
 
@@ -87,14 +89,14 @@ def list_cells() -> list[tuple[str, float]]:
     return [*cells, ("2 heads", SHARES[-1]), ("hints", SHARES[-1]), ("twin layer", 0.0)]
 
 
-def take_books(books: Path) -> None:
+def take_books(books: Path, shape: str | None = None) -> None:
     """What gap.py trains from now on, on what, and where it keeps it."""
     held = WORK / "held-out"
     held.mkdir(parents=True, exist_ok=True)
     for file in sorted((books / "valid").glob("*.txt")):
         if not file.name.startswith(AUTHORS):
             write_text(held / file.name, read_text(file))
-    gap.BASE, gap.WORK, gap.WIDTH = BASE, WORK, WIDTH
+    gap.BASE, gap.WORK, gap.WIDTH = (SHAPES[shape], WORK / shape, WIDTH) if shape else (BASE, WORK, WIDTH)
     gap.PLAN = gap.PLAN.model_copy(update={"width": WIDTH})
     tuned = tuple(str(file) for file in sorted((books / "train").glob("*.txt"))[::TUNED])
     gap.DATA = surgery.Data(skills=("knowledge",), facts="capitals", train_text=tuned, held_out_text=str(held))
@@ -218,7 +220,7 @@ class Prose(gap.Seed):
         return [*super().asked(), joint, ask_probe(given, "questions", "questions", "questions", "knowledge", source=source)]
 
     def open_training(self, recipe: Any, name: str) -> Any:
-        return ProseTraining(recipe, self.tokenizer, WORK / f"{self.seed}-{name}", self.corpus)
+        return ProseTraining(recipe, self.tokenizer, gap.WORK / f"{self.seed}-{name}", self.corpus)
 
     def begin(self, name: str) -> tuple[Any, Any, surgery.Tune, int]:
         variants: dict[str, tuple[str, Row]] = {
@@ -251,228 +253,24 @@ class Prose(gap.Seed):
         return {**row, "shares": {str(order): each for order, each in cache.shares.items()}, "cpu_seconds": spent}
 
 
-# What the page says
-
-WORDS = gap.RIVALS | gap.EDITS | {name: f"**the twin: {words}**" for name, words in gap.TWINS.items()}
-WORDS |= {"2 heads": "two located heads", "hints": "the same with hints"}
-WORDS |= {kind: f"two heads, located by {kind} and tuned on them" for kind in OTHERS}
-WORDS[CLOSER] = f"two located heads, held to the base with a KL weight of {CLOSER_BY:.0f}, not 1"
-WORDS[READS] = "the same as for dictionaries, with null keys that read the query"
-WORDS |= {"copy cache": "an untrained n-gram cache of the text", "other layer": "two random heads of other layers"}
-COLUMNS = {f"bigrams.{LENGTH}": "bigrams", f"bigrams.{LENGTHS[-1]}": f"bigrams, {LENGTHS[-1]:,} tokens"}
-COLUMNS |= {f"other_tokens.{LENGTH}": "other tokens", "text": "all tokens"}
-QUESTIONS = {  # what an edit is located and tuned on -> (its cell, what it is asked)
-    "repeated bigrams": (("2 heads", gap.EQUAL), f"bigrams.{LENGTH}"),
-    "dictionaries": (("dictionaries", gap.EQUAL), "kv.32"),
-    "joint recall": (("joint recall", gap.EQUAL), "joint.16"),
-    "questions": (("questions", gap.EQUAL), "questions"),
-}
-FEWEST = 6  # pairs of kinds, of which a correlation is printed
-SEEN = {"text": "of novels", "kv": "in dictionaries", "joint": "in joint recall"}
-MAIN, BASE_CELL = ("2 heads", gap.EQUAL), ("base", 0.0)
-PAGE = """# The gap on prose
-
-{verdict}
-
-{seeds}; {cells} models are measured. A base is a Mamba-2 of {numbers:,} parameters and has seen {tokens}; its twins have seen
-the same in the same order. In novels, rare tokens had exchanged names in each window, and some windows repeated a passage of
-their own. The edit is attention at two located heads with null keys, tuned for {equal:.0%} of all these tokens on the repeated
-rare bigrams of other novels, and held to the base on all other tokens; its rivals are tuned alike. What counts is the loss on
-novels by authors of whom nothing was learnt, with their own names: {windows} rows of {length} tokens. A repeated rare bigram is
-a pair of tokens that stood in the row before and is rare elsewhere. Nats saved against the base, means over seeds; the base's
-own loss is {own}.
-
-{table}
-
-Share closed: (edited - base) / (twin - base), on repeated rare bigrams, with the twin that has attention at the same heads;
-over all seeds with Fieller's interval, which is wide where seeds differ.
-Rivals are tuned as the edit is, for as many tokens; the window takes the bytes of the edit's cache of a tuning row.
-
-![Nats saved, every seed a point](prose.png)
-
-## What tuning on one kind of question does for another
-
-Each edit is two heads, located by one kind of question and tuned on rows of it and of text with {equal:.0%} of the tokens.
-Dictionaries have 32 pairs; the 16 keys of joint recall are of two words, each of which is in four. The {asked} questions
-are about running text (who, where, which number): they repeat a sentence of a passage up to the answer (`running_text.py`),
-of novels from which no model has learnt; without the question, these rules answer {guessed}. Means over seeds.
-
-{transfer}
-
-What an edit for one kind gains on each, as a share of what the edit for that kind gains there (with its interval over
-questions); the heads that both have; and how alike the slopes are by which all heads were ranked (Spearman, mean over seeds):
-
-{pairs}
-
-{predictor}
-
-{minutes:.0f} minutes of processor time. `prose.py` measures, and writes this page; `prose.jsonl` is the record.
-"""
-
-
-def saved(rows: list[Row], cell: tuple[str, float], asked: str) -> list[float]:
-    """By how many nats a model's loss is below its base's, seed by seed."""
-    model, base = gap.values(rows, cell, asked), gap.values(rows, BASE_CELL, asked)
-    return [float(base[seed].mean() - model[seed].mean()) for seed in sorted(model)]
-
-
-def recalls(row: Row) -> bool:
-    """Whether a model loses less on repeated rare bigrams than on other tokens."""
-    return bool(row["results"][f"bigrams.{LENGTH}"]["mean"] < row["results"][f"other_tokens.{LENGTH}"]["mean"])
-
-
-def named(cell: tuple[str, float]) -> str:
-    name, share = cell
-    words = WORDS[name]
-    if name in ("2 heads", "hints", *OTHERS):
-        words += f", {share:.1%} of the tokens" if share else ", untrained"
-    return words
-
-
-def write_page(rows: list[Row]) -> str:
-    """The page."""
-    at = {(row["model"], row["share"]): row for row in rows}
-    head = ["nats saved", "parameters trained", "cache, 2,048 tokens"]
-    lines = [[*head, *COLUMNS.values(), "share closed, by seed", "over all seeds"]]
-    for cell in (cell for cell in list_cells()[1:] if cell in at and cell not in UNTRAINED):
-        cache = f"{at[cell]['cache_bytes'] / 1024:.0f} KiB" if "cache_bytes" in at[cell] else "the text's tokens"
-        figures = [f"{np.mean(saved(rows, cell, asked)):+.3f}" for asked in COLUMNS]
-        over, alone = gap.shares(rows, cell, f"bigrams.{LENGTH}", "twin")
-        each = ", ".join(f"{one.mean:.2f}" if one else "no gap shown" for one in alone.values())
-        lines.append([named(cell), f"{at[cell]['trained']:,}", cache, *figures, each, gap.show((over, alone))])
-    rivals = [cell for cell in list_cells() if cell[0] in RIVALS and cell in at]
-    seeds = sorted({row["seed"] for row in rows})
-
-    def gain(cell: tuple[str, float], asked: str = f"bigrams.{LENGTH}") -> float:
-        return float(np.mean(saved(rows, cell, asked)))
-
-    best = max(rivals, key=gain)
-    verdict = f"The strongest rival is {named(best)}. On repeated rare bigrams it saves {gain(best):.3f} nats, the edit"
-    verdict += f" {gain(MAIN):.3f}, and attention there from the first step on {gain(('twin', 0.0)):.3f}; on all tokens"
-    verdict += f" {gain(best, 'text'):.3f}, {gain(MAIN, 'text'):.3f} and {gain(('twin', 0.0), 'text'):.3f}."
-    recall = {name: sum(recalls(row) for row in rows if row["model"] == name) for name in ("base", "twin", "twin layer")}
-    verdict += f"\n{recall['base']} of {len(seeds)} bases lose less on repeated rare bigrams than on other tokens, and so"
-    twins = sum(row["model"] in gap.TWINS for row in rows)
-    verdict += f" recall; {recall['twin'] + recall['twin layer']} of {twins} twins do."
-    seen = {kind: [row["tokens"][kind] for row in rows if row["model"] == "base"] for kind in SEEN}
-    pairs, predictor = compare(rows)
-    return PAGE.format(
-        verdict=verdict,
-        transfer=table(transfer(rows)),
-        pairs=table(pairs),
-        predictor=predictor,
-        asked=at[BASE_CELL]["results"]["questions"]["n"],
-        seeds=f"Seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}",
-        numbers=at[BASE_CELL]["trained"],
-        tokens=", ".join(f"{np.mean(each):,.0f} tokens {SEEN[kind]}" for kind, each in seen.items()),
-        cells=f"{len(rows)} of {len(list_cells()) * len(seeds)}",
-        guessed=", ".join(f"{name} {share:.3f}" for name, share in at[BASE_CELL]["guesses"].items()),
-        equal=gap.EQUAL,
-        length=LENGTH,
-        windows=at[BASE_CELL]["results"][f"bigrams.{LENGTH}"]["n"],
-        own=", ".join(f"{gap.mean(rows, BASE_CELL, asked)} ({words})" for asked, words in COLUMNS.items()),
-        table=table(lines),
-        minutes=sum(row["cpu_seconds"] for row in rows) / 60,
-    )
-
-
-def table(lines: list[list[str]]) -> str:
-    """A table in Markdown, whose first line names the columns."""
-    return "\n".join(f"| {' | '.join(line)} |" for line in (lines[0], ["---"] * len(lines[0]), *lines[1:]))
-
-
-def transfer(rows: list[Row]) -> list[list[str]]:
-    """What each model answers."""
-    lines = [["", "heads, by seed", "steps", "nats saved on bigrams", *list(QUESTIONS)[1:], "nats saved on all tokens"]]
-    cells = [("the base", BASE_CELL, ""), ("the twin", ("twin", 0.0), ""), ("the n-gram cache", ("copy cache", 0.0), "")]
-    cells += [("the base, which reads the prompt twice", ("prompt twice", 0.0), "")]
-    for kind, (cell, _) in QUESTIONS.items():
-        cells += [(f"an edit for {kind}, untrained", (cell[0], 0.0), kind), (f"an edit for {kind}", cell, kind)]
-    cells += [("that for dictionaries, with null keys that read the query", (READS, gap.EQUAL), "dictionaries")]
-    for words, cell, kind in cells:
-        own = [row for row in rows if (row["model"], row["share"]) == cell]
-        if not own:
-            continue
-        heads = "; ".join(", ".join(row["located"][kind]) for row in rows if row["model"] == "base" and kind)
-        steps = f"{np.mean([row['steps'] for row in own]):.0f}" if cell[1] else "-"
-        figures = [gap.mean(rows, cell, asked) for _, asked in list(QUESTIONS.values())[1:]]
-        gained = [f"{np.mean(saved(rows, cell, asked)):+.3f}" for asked in (f"bigrams.{LENGTH}", "text")]
-        lines.append([words, heads or "-", steps, gained[0], *figures, gained[1]])
-    return lines
-
-
-def share_gained(rows: list[Row], cell: tuple[str, float], kind: tuple[tuple[str, float], str]) -> list[Any]:
-    """What a model gains on a kind of question as a share of what the edit for it gains, seed by seed, over questions. None
-    where that is not shown to gain."""
-    own, asked = kind
-    base, model, best = (gap.values(rows, each, asked) for each in (BASE_CELL, cell, own))
-    sign = -1 if asked.startswith("bigrams") else 1
-    gains = {seed: sign * (best[seed].mean() - base[seed].mean()) > 0 for seed in sorted(base)}
-    return [share_closed(base[seed], model[seed], best[seed]) if gains[seed] else None for seed in gains]
-
-
-def compare(rows: list[Row]) -> tuple[list[list[str]], str]:
-    """(of each pair of kinds, what an edit for one closes on the other, and how alike the heads are; whether the latter says
-    the former)."""
-    base = [row for row in rows if row["model"] == "base"]
-    lines = [["an edit for", "on", "share, by seed", "heads in common, of 2, by seed", "slopes alike"]]
-    closed, alike = np.full((len(QUESTIONS), len(QUESTIONS)), np.nan), np.eye(len(QUESTIONS))
-    for (a, own), (b, other) in product(enumerate(QUESTIONS), repeat=2):
-        gained = share_gained(rows, QUESTIONS[own][0], QUESTIONS[other])
-        shown = [each.mean for each in gained if each]
-        closed[a, b] = np.mean(shown) if shown else np.nan
-        heads = [[{n for site in row["located"][k] for n in Site.parse(site).head_names} for k in (own, other)] for row in base]
-        slopes = [[[row["slopes"][k][name] for name in sorted(row["slopes"][k])] for k in (own, other)] for row in base]
-        alike[a, b] = np.mean([spearmanr(*pair).statistic for pair in slopes])
-        shares = ", ".join(f"{each.mean:.2f} [{each.low:.2f}, {each.high:.2f}]" if each else "no gain" for each in gained)
-        lines.append([own, other, shares, ", ".join(str(len(x & y)) for x, y in heads), f"{alike[a, b]:.2f}"])
-    known = ~np.isnan(closed) & ~np.eye(len(QUESTIONS), dtype=bool)
-    if known.sum() < FEWEST:
-        return lines, f"Of {known.sum()} pairs a share is known, too few to say whether it goes with the likeness of slopes."
-    orders = [list(order) for order in permutations(range(len(QUESTIONS)))]
-    found = [float(spearmanr(closed[known], alike[np.ix_(order, order)][known]).statistic) for order in orders]
-    as_much = sum(each >= found[0] - 1e-9 for each in found)  # the first order is the one that was measured
-    said = f"Rank correlation of the share with how alike the slopes are, over {known.sum()} pairs of kinds (means over"
-    said += f"\nseeds): {found[0]:.2f}. Of the {len(orders)} ways to exchange the kinds {as_much} give as much (Mantel's test)."
-    return lines, said
-
-
-def draw(rows: list[Row], path: Path) -> None:
-    """Nats saved on repeated rare bigrams and on all tokens: every seed a point."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    known = {(row["model"], row["share"]) for row in rows}
-    cells = [cell for cell in list_cells()[:0:-1] if cell in known - {*UNTRAINED} and cell[1] in (0.0, gap.EQUAL, LONG)]
-    figure, panels = plt.subplots(1, 2, figsize=(11, 6.4), sharey=True, layout="constrained")
-    for axes, asked, title in zip(panels, (f"bigrams.{LENGTH}", "text"), ("repeated rare bigrams", "all tokens"), strict=True):
-        for place, cell in enumerate(cells):
-            color = "#111827" if cell[0] in ("twin", "twin layer") else "#0072b2" if cell[0] not in RIVALS else "#d55e00"
-            found = saved(rows, cell, asked)
-            axes.plot(found, [place] * len(found), "o", color=color, alpha=0.5, markersize=5)
-            axes.plot(np.mean(found), place, "|", color=color, markersize=14, markeredgewidth=2)
-        axes.axvline(0, color="#6b7280", linewidth=0.8)
-        axes.set(xlabel="nats saved", title=title)
-    panels[0].set_yticks(range(len(cells)), [textwrap.fill(named(cell).strip("*"), 80) for cell in cells], fontsize=7.5)
-    figure.savefig(path, dpi=120)
+def record_of(shape: str | None) -> Path:
+    return RECORD.with_stem(f"prose-{shape}") if shape else RECORD
 
 
 def main() -> None:
     """Measure, and write the page."""
     books = {"type": Path, "nargs": "?", "help": "a folder with train/ and valid/"}
-    given = gap.parse_arguments(__doc__, "write prose.md and prose.png from prose.jsonl", books=books)
+    shape = {"choices": list(SHAPES), "help": "another base, of which fewer models are measured"}
+    arguments = {"books": books, "--shape": shape}
+    given = gap.parse_arguments(__doc__, "write prose.md and prose.png from what is measured", **arguments)
     if given.seeds:
-        take_books(given.books)
-        gap.measure_all(given.seeds, RECORD, list_cells(), lambda seed: Prose(seed, given.books))
+        take_books(given.books, given.shape)
+        cells = BRIEF if given.shape else list_cells()
+        gap.measure_all(given.seeds, record_of(given.shape), cells, lambda seed: Prose(seed, given.books))
     if given.page:
-        rows = sorted(gap.read_rows(RECORD), key=lambda row: row["seed"])
-        seeds = {row["seed"] for row in rows}
-        counts = Counter((row["model"], row["share"]) for row in rows)  # a model counts where all seeds have it
-        rows = [row for row in rows if counts[row["model"], row["share"]] == len(seeds)]
-        draw(rows, gap.HERE / "prose.png")
-        write_text(gap.HERE / "prose.md", write_page(rows))
+        import prose_page  # which imports this file
+
+        prose_page.main()
 
 
 if __name__ == "__main__":
