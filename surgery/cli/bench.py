@@ -17,7 +17,7 @@ from surgery.cli.options import (
     check_data,
     check_model,
     open_model,
-    read_config,
+    read_fields,
 )
 from surgery.errors import UserError
 from surgery.records.recipe import read_recipe
@@ -54,7 +54,7 @@ def bench(
     options = read_recipe(recipe, settings, model=base)
     check_data(options.data)
     required = [_parse(each) for each in require]
-    if read_config(base).get("grafts") and not read_config(models[0]).get("grafts"):
+    if read_fields(base).get("grafts") and not read_fields(models[0]).get("grafts"):
         raise UserError(f"{base} is a hybrid and {models[0]} is none; the base comes first")
     with open_output(out, [base, *models, *options.data_files()], resume=resume, overwrite=overwrite) as output:
         from surgery.evaluation.bench import bench as bench_models

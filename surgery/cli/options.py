@@ -25,7 +25,7 @@ def check_model(name: str) -> str:
         raise UserError(f"{name} is a file; give the model's folder" + (f": {path.parent}" if path.name in WEIGHTS else ""))
     if path.is_dir():
         _list(path)
-        read_config(name)
+        read_fields(name)
         return name
     if path.exists():
         raise UserError(f"{name} is no folder; give the model's folder")
@@ -55,19 +55,19 @@ def check_data(data: Any) -> None:
 
 def refuse_hybrid(name: str) -> str:
     """Raise UserError for a local folder that holds a hybrid of ours where a base is wanted."""
-    if any(not entry.get("of_base") for entry in read_config(name).get("grafts") or ()):
+    if any(not entry.get("of_base") for entry in read_fields(name).get("grafts") or ()):
         raise UserError(f"{name} is a hybrid already; give its base")
     return name
 
 
 def refuse_base(name: str) -> str:
     """Raise UserError for a local folder that holds no graft where a hybrid is wanted."""
-    if (Path(name) / "config.json").exists() and not read_config(name).get("grafts"):
+    if (Path(name) / "config.json").exists() and not read_fields(name).get("grafts"):
         raise UserError(f"{name} is no hybrid: it holds no grafts; make one with `surgery splice {name} PLAN --out HYBRID`")
     return name
 
 
-def read_config(name: str) -> dict[str, Any]:
+def read_fields(name: str) -> dict[str, Any]:
     """config.json of a local folder; nothing where there is none."""
     path = Path(name) / "config.json"
     if not path.exists():

@@ -27,7 +27,7 @@ from surgery.splicing.splice import adopt, sample
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
 PATCH, PLAN = "patch.json", "plan.json"
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", re.ASCII)
+MODEL_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", re.ASCII)
 # What is fetched of a repository on the Hub, and what is not: the same weights once more in their maker's layout.
 FETCHED = ["*.json", "*.safetensors", "*.bin", "*.model", "*.txt", "*.jinja", "*.py", "README.md"]
 NOT_FETCHED = ["consolidated*", "original/*"]
@@ -157,7 +157,7 @@ def find_folder(name: str | Path, revision: str | None = None) -> Path:
             why = "GGUF files are for llama.cpp; load the model that it was made of"
             raise UserError(f"{name} is a file; {why if path.suffix == '.gguf' else 'give the folder of the model'}")
         hint = did_you_mean(path.name, (each.name for each in path.parent.glob("*/")), path.parent)
-        if not HUB_ID.fullmatch(text) or path.suffix in (".yaml", ".yml", ".json"):
+        if not MODEL_ID.fullmatch(text) or path.suffix in (".yaml", ".yml", ".json"):
             raise UserError(f"no such folder: {name}{hint}")
     except OSError as error:
         raise UserError(f"cannot read {name}: {error.strerror}") from error
@@ -211,7 +211,7 @@ def read_config(folder: Path, trust_remote_code: bool = False) -> Any:
         if isinstance(count, int | float) and count > MOST_LAYERS:
             raise UserError(f"{path}: a model of {count:,} layers; at most {MOST_LAYERS:,} are made")
     if original.is_original(content):
-        return original.read_config(content)
+        return original.make_config(content)
     kind = content.get("model_type")
     if not isinstance(kind, str):
         raise UserError(f"{path} names no model_type, so it is no model's")

@@ -64,7 +64,7 @@ def read(folder: Path, content: dict[str, Any], dtype: torch.dtype | None = None
     holds each of them exactly. Tensors are mapped from their files, so these must stay whole while the model is used. Raises
     UserError for whatever is not understood, missing, unexpected or of another shape.
     """
-    config = read_config(content)
+    config = make_config(content)
     path, state = read_weights(folder)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
@@ -104,7 +104,7 @@ def read(folder: Path, content: dict[str, Any], dtype: torch.dtype | None = None
     return model.eval()
 
 
-def read_config(content: dict[str, Any]) -> Any:
+def make_config(content: dict[str, Any]) -> Any:
     """The configuration that computes the same as an original one; a hybrid's where `attn_layer_idx` names layers.
 
     What is absent has mamba_ssm's default. `vocab_size` becomes the padded one. The ids of special tokens are <|endoftext|> of

@@ -41,7 +41,7 @@ def make(content: dict[str, Any], folder: Path, how: str = "pickle") -> Any:
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(content))
     torch.manual_seed(0)
-    model: Any = AutoModelForCausalLM.from_config(original.read_config(content)).eval()
+    model: Any = AutoModelForCausalLM.from_config(original.make_config(content)).eval()
     for name, parameter in model.named_parameters():
         parameter.data.normal_(std=0.3).abs_() if "norm" in name else parameter.data.normal_(std=0.3)
     state: dict[str, Any] = {}
@@ -106,11 +106,11 @@ def test_attention_layers_belong_to_the_base(tmp_path: Path) -> None:
 )
 def test_fields_that_could_change_the_function_are_refused(more: dict, word: str) -> None:
     with pytest.raises(UserError, match=word):
-        original.read_config(MAMBA2 | more)
+        original.make_config(MAMBA2 | more)
 
 
 def test_fields_that_say_nothing_are_taken() -> None:
-    config = original.read_config(MAMBA2 | {"strange": None, "torch_dtype": "float32", "attn_cfg": {}, "fused_add_norm": False})
+    config = original.make_config(MAMBA2 | {"strange": None, "torch_dtype": "float32", "attn_cfg": {}, "fused_add_norm": False})
     assert config.hidden_size == 24
 
 
