@@ -80,13 +80,16 @@ def divide_text(text: Path) -> tuple[Path, Path]:
 
 
 def go_on(recipe: Recipe, report: Report, out: Path, trust_remote_code: bool = False) -> str:
-    """The command that goes on from a finished run in `out`, and why: longer where the loss still fell when tuning ended, of
-    the hybrid or of a control, with more heads where little was gained; nothing otherwise."""
+    """The command that goes on from a finished run in `out`, and why: at a lower rate where the loss rose, longer where it
+    still fell when tuning ended, of the hybrid or of a control, with more heads where little was gained; nothing otherwise."""
     plan, heads, main = recipe.plan, sum(len(site.heads) for site in report.main.sites), report.verdict.model
     most = plan.max_heads
     folders = {name: folder for name in report.models if (folder := out / "tuning" / name).is_dir()}
+    undone = any(model.back_to is not None for model in report.models.values())
     fell = [name for name, folder in folders.items() if recipe.tune.steps == "auto" and still_fell(folder)]
-    if fell:  # they had taken the most steps
+    if undone:
+        why, setting = "The loss rose in tuning; a lower rate", f"tune.learning_rate={recipe.tune.learning_rate / 10:.1g}"
+    elif fell:  # they had taken the most steps
         whose = f"The loss of a control ({report.models[fell[0]].description})"
         if main in fell:
             whose = "The loss" if len(fell) == 1 else "The loss, and that of controls,"

@@ -87,9 +87,8 @@ def run(
         plan = once(output, "plan.json", planned, Plan, partial(choose_plan, base, tokenizer, ranking, recipe, print_))
         say(f"plan: attention at {', '.join(map(str, plan.sites))}")
         models, trained = make_models(base, tokenizer, ranking, plan, recipe)
-        for name in trained:
-            _tune(models, name, tokenizer, recipe, output, tuned)
-        return on_main(_finish)(models, trained, tokenizer, ranking, plan, recipe, output, finished, verify)
+        ends = {name: _tune(models, name, tokenizer, recipe, output, tuned) for name in trained}
+        return on_main(_finish)(models, ends, tokenizer, ranking, plan, recipe, output, finished, verify)
 
 
 def check_recipe(base: Any, tokenizer: Any, recipe: Recipe) -> None:
@@ -181,8 +180,8 @@ def make_models(base: Any, tokenizer: Any, ranking: Ranking, plan: Plan, recipe:
     return models, trained
 
 
-def _tune(models: dict[str, Any], name: str, tokenizer: Any, recipe: Recipe, output: OutputFolder, settings: Any) -> None:
-    """Stage tune, of one model, from the newest checkpoint on."""
+def _tune(models: dict[str, Any], name: str, tokenizer: Any, recipe: Recipe, output: OutputFolder, settings: Any) -> int | None:
+    """Stage tune, of one model, from the newest checkpoint on; returns the step whose weights came back, if they did."""
     teacher, options = models["base"] if name != MAIN else None, recipe.tune
     if name != MAIN and name.removeprefix(PREFIX) in SLOW:
         most = SLOW_RATE / models[name].config.get_text_config().hidden_size ** 0.5
@@ -192,11 +191,12 @@ def _tune(models: dict[str, Any], name: str, tokenizer: Any, recipe: Recipe, out
         log = tune(models[name], tokenizer, options, recipe.data, seed=recipe.seed, folder=folder, name=name, teacher=teacher)
     if options.steps != "auto":  # else tune says what became of it
         say(f"tuning {name}: {len(log.steps)} steps")
+    return log.back_to
 
 
 def _finish(
     models: dict[str, Any],
-    trained: list[str],
+    ends: dict[str, int | None],
     tokenizer: Any,
     ranking: Ranking,
     plan: Plan,
@@ -205,11 +205,11 @@ def _finish(
     settings: Any,
     verify: str,
 ) -> Report:
-    """Stages bench and export."""
+    """Stages bench and export. ends: what stage tune returned, by model."""
     base, lora = adopt(models["base"]), recipe.tune.lora
     adapted = [base.get_submodule(name) for name in match_targets(base, lora)] if lora else []
     merged = sum(lora.r * sum(module.weight.shape) for module in adapted) if lora else 0  # adapters, which are merged by now
-    counts = {name: merged + sum(p.numel() for p in models[name].parameters() if p.requires_grad) for name in trained}
+    counts = {name: merged + sum(p.numel() for p in models[name].parameters() if p.requires_grad) for name in ends}
     with output.folder("measured") as folder:
         report = bench(
             models,
@@ -222,6 +222,7 @@ def _finish(
             base_name=recipe.model,
             recipe=recipe.public(),
             trained=counts,
+            back_to={name: step for name, step in ends.items() if step is not None},
         )
     say(f"bench: {len(report.models)} models in {len(report.measurements)} measurements")
     check_export(models[MAIN], "hf", verify, report)

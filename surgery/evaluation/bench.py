@@ -51,13 +51,14 @@ def bench(
     base_name: str = "",
     recipe: dict[str, Any] | None = None,
     trained: Mapping[str, int] | None = None,
+    back_to: Mapping[str, int] | None = None,
 ) -> records.Report:
     """Measure models on the same questions and say whether the main one is better than the first, the base.
 
     models: by name; names of a run are told in plain words (controls.describe_model), others are the user's. main: the model
     that the verdict is about; where it is not there, the last that is no control. folder: keeps each finished measurement.
     base_name: an id or folder, for the report's provenance; recipe: likewise. trained: how many numbers of a model were
-    trained.
+    trained. back_to: the step whose weights came back, of models whose loss rose.
 
     Raises UserError for a suite whose data or package is missing, and for models that cannot be measured.
     """
@@ -93,11 +94,12 @@ def bench(
         on_text = _on_text(alike, prints, given, kept)
     reports = {
         name: records.ModelReport(
-            description=describe_model(name, models.get(name)),
+            description=describe_model(name, models.get(name)) + " (undone)" * ((back_to or {}).get(name) == 0),
             role="base" if name == base else "control" if is_control(name) else "hybrid",
             fingerprint=prints.get(name, prints[base]),
             sites=_sites(models.get(name)),
             trained=(trained or {}).get(name),
+            back_to=(back_to or {}).get(name),
             results={
                 each: estimate(found, decisions=None if asked[each].metric == "accuracy" else False)
                 for each, found in values[name].items()

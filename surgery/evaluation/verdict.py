@@ -68,11 +68,14 @@ def judge(
         why = "what is gained here, tuning has taught" if better else "a skill that the edit cannot add"
         known = f"at chance on {asked.label}, {why}" if n >= FEW else f"not told from chance by {n} questions on {asked.label}"
         sentence = f"Cannot be judged: the base is {known}; {compared}."
-    details = [_said_of_controls(controls, asked, measurement), _said_of_losses(measurements, base, model, losses, answer)]
-    details.append(_said_of_price(base, model))
+    details = [_said_of_tuning(models, name, asked, measurement), _said_of_controls(controls, asked, measurement)]
+    details += [_said_of_losses(measurements, base, model, losses, answer), _said_of_price(base, model)]
     if (on_text := model.on_text) is not None:
         details.append(on_text.sentence())
         if on_text.acts is not None and MUCH < on_text.acts.mean < 1:
+            before = models["spliced"].on_text if "spliced" in models else None
+            if before and before.acts and model.back_to is None:
+                details[-1] += f" Untrained: {100 * before.acts.mean:.2g}%."
             details[-1] += (
                 " That is much more text than plan.share asks for: plan.keep_skills=true makes null keys that stay closed on "
                 "text, and fewer heads (plan.heads) act on less."
@@ -125,6 +128,20 @@ def is_behind(model: ModelReport, other: ModelReport, measurement: str, is_loss:
     return better is not None and (better.high < own.low if is_loss else better.low > own.high)
 
 
+def _said_of_tuning(models: Mapping[str, ModelReport], name: str, asked: Measurement, measurement: str) -> str:
+    """What tuning undid, and what it lost."""
+    model, untrained = models[name], models.get("spliced")
+    if model.back_to is not None:
+        which = f"those of step {model.back_to}" if model.back_to else "those before tuning"
+        return f"Tuning raised the loss on examples, so the weights are {which}: lower tune.learning_rate."
+    if untrained is None or untrained is model or name not in NAMES:
+        return ""
+    before, after = untrained.results[measurement].mean, model.results[measurement].mean
+    if (after - before if asked.metric == "loss" else before - after) <= BOUND:
+        return ""
+    return f"Untrained it {'loses' if asked.metric == 'loss' else 'scores'} {figure(untrained.results[measurement])}."
+
+
 def _said_of_controls(controls: Mapping[str, ModelReport], asked: Measurement, measurement: str) -> str:
     unknown = "whether tuning without attention would do as well is not known"
     if not controls:
@@ -133,6 +150,8 @@ def _said_of_controls(controls: Mapping[str, ModelReport], asked: Measurement, m
     best = max(controls.values(), key=lambda each: sign * each.results[measurement].mean)
     what = "The only control" if len(controls) == 1 else f"The best of {len(controls)} controls"
     said = f"{what} scores {figure(best.results[measurement])} ({best.description}); the difference to it is {best.behind}."
+    undone = [each.description for each in controls.values() if each.back_to is not None]
+    said += f" The loss of some rose in tuning, and their best weights came back: {'; '.join(undone)}." if undone else ""
     if any(CONTROLS[name.removeprefix(PREFIX)].trained for name in controls):
         return said
     return f"{said} No control was trained: {unknown}."

@@ -99,6 +99,8 @@ class ModelReport(Record):
     """Where it has grafts."""
     trained: int | None = None
     """How many numbers were trained, where that is known."""
+    back_to: int | None = None
+    """The step whose weights it has, since its loss rose after it (tune.steps=auto)."""
     results: dict[str, Estimate]
     """Measurement -> mean and interval over questions or documents."""
     changes: dict[str, Change] = {}

@@ -88,11 +88,11 @@ class Watcher:
 
     @torch.no_grad()
     def ending(self) -> str:
-        """After the last step, where steps is auto: put the best weights back if the loss is larger now, beyond the interval,
+        """After the last step, where steps is auto: put the best weights back if the loss is larger now by LEAST_GAIN of it,
         and say what it is."""
         last, best = self.measure(), np.asarray(self.best)
         said = f"held-out loss {last.mean():.3f}"
-        if last.mean() > best.mean() and (len(best) < 2 or difference(last, best).high < 0):
+        if last.mean() > (1 + LEAST_GAIN) * best.mean():
             self.back_to = self.best_step
             for key, p in self.trained.items():
                 p.copy_(self.best_weights[key])
