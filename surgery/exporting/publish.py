@@ -17,6 +17,7 @@ from surgery.exporting.patch import RECORD as PATCH
 from surgery.records.plan import Plan
 from surgery.records.report import Report
 from surgery.runtime.files import write_text
+from surgery.runtime.progress import say
 
 CARD = "README.md"
 WEIGHTS = ["model*.safetensors", "model*.safetensors.index.json", "pytorch_model*", "patch.safetensors", "patch.json", "*.py"]
@@ -62,14 +63,17 @@ def publish(
 
 
 def check_folder(folder: Path) -> Export:
-    """The record of an export whose files are those that were verified. Raises UserError, naming the first that is not."""
+    """The record of an export whose files are those that were verified; what was added is not sent. Raises UserError, naming
+    the first file that is not."""
     if not (folder / RECORD).is_file():
         raise UserError(f"{folder} holds no {RECORD}, so it was not verified; make it with `surgery export`")
     record, present = Export.read(folder / RECORD), list_files(folder)
-    for name in sorted(record.files | present):
-        if present.get(name) != record.files.get(name):
-            what = "is missing" if name not in present else "was added" if name not in record.files else "was changed"
+    for name, digest in sorted(record.files.items()):
+        if present.get(name) != digest:
+            what = "was changed" if name in present else "is missing"
             raise UserError(f"{folder} is not as it was verified: '{name}' {what}")
+    if added := sorted(present.keys() - record.files.keys()):
+        say(f"not part of the export, and not sent: {', '.join(added[:3])}{', ...' * (len(added) > 3)}")
     return record
 
 
