@@ -55,11 +55,12 @@ def describe_model(name: str, model: Any = None) -> str:
     """A model of a run in plain words: "2 located heads, tuned". Another name is the user's, and is its own description."""
     words = CONTROLS[name.removeprefix(PREFIX)].words if is_control(name) else NAMES.get(name, name)
     grafts = getattr(getattr(model, "config", None), "grafts", None) or ()
-    heads = sum(len(entry.get("heads") or ()) for entry in grafts)
+    heads = sum(len(entry.get("pairs") or entry.get("heads") or ()) for entry in grafts)  # of a Mamba-1 blocks of channels
     if not grafts:
         return name if words.startswith("as many") else words
     what, count = ("head", heads) if heads else ("layer", len(grafts))
-    return words.replace("as many", str(count)).replace("heads", what + "s" * (count != 1))
+    what = "block" if any(entry.get("pairs") for entry in grafts) else what
+    return words.replace("as many", str(count)).replace("heads", what + "s" * (count != 1) + " of channels" * (what == "block"))
 
 
 class CopyCache(nn.Module):

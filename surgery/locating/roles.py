@@ -363,7 +363,7 @@ def measure_edges(ablator: Ablator, gather: Sequence[Costs], aggregate: Sequence
 def describe_circuit(ablator: Ablator, gather: Sequence[Costs], aggregate: Sequence[Costs]) -> str:
     """One sentence: who gathers, who aggregates, and what is left without them."""
     if not aggregate:
-        return "No head or layer is needed at the query beyond chance, so no head has a role."
+        return "Nothing that was ablated at the query by itself is needed beyond chance, so nothing has a role."
 
     def accuracy(*edits: tuple[Costs, str]) -> str:
         return f"{ablator.run(*edits)[1].mean():.2f}"

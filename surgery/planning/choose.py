@@ -64,6 +64,8 @@ def choose(
             raise UserError(f"plan.sites: the ranking has no SSM head in {strays[0]}")
         return make_plan(model, tokenizer, options.sites, starts, options, data, seed, questions=questions)
     if options.heads != "auto":
+        if options.heads > len(units):
+            say(f"plan.heads={options.heads}: the ranking has {len(units)}, and all are taken")
         if units[0].slope <= 0:
             say(
                 "no head's attribution is positive: attention would not help on these questions; taking the leading ones anyway"
@@ -150,9 +152,10 @@ def grow_plan(
         helps = more.low > 0 or (saved.mean >= options.least_gain and more.high >= 0)
         leading = leading or tried
         taken = helps if plan else more.high >= 0
+        why = "answers more" if more.low > 0 else "saves enough" if helps else "does no harm shown"
         say(
             f"{unit.site}: saves {saved.mean:+.3f} nats a question [{saved.low:+.3f}, {saved.high:+.3f}], accuracy "
-            f"{more.mean:+.3f}, untrained{'' if taken else ': passed over'}"
+            f"{more.mean:+.3f}, untrained: {f'taken, it {why}' if taken else 'passed over'}"
         )
         if taken:
             plan, best = tried, found

@@ -15,7 +15,7 @@ import yaml
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from surgery.errors import UserError, did_you_mean
-from surgery.records.record import Record
+from surgery.records.record import Record, is_elsewhere
 from surgery.records.site import SitesText
 from surgery.runtime.files import read_text
 from surgery.runtime.listing import list_modules, list_table
@@ -325,7 +325,7 @@ class Recipe(Record):
                 return {key: shorten(each) for key, each in value.items()}
             if isinstance(value, list):
                 return [shorten(each) for each in value]
-            return Path(value).name if isinstance(value, str) and Path(value).is_absolute() else value
+            return Path(value).name if isinstance(value, str) and is_elsewhere(value) else value
 
         return shorten(self.model_dump(mode="json"))
 
@@ -432,6 +432,8 @@ def _complaint(error: pydantic.ValidationError) -> str:
     names = [part for part in detail["loc"] if isinstance(part, str) and re.fullmatch(r"\w+", part) and part != "int"]
     if detail["type"] != "extra_forbidden":
         message = detail["msg"].removeprefix("Value error, ").replace("a valid tuple", "a list")
+        others = [each["ctx"]["expected"] for each in error.errors()[1:] if each["type"] == "literal_error"]
+        message += f", or {others[0]}" if others and detail["loc"][-1] == "int" else ""
         message = re.sub(r"a valid dictionary or instance of \w+", "a section, which has keys of its own", message)
         field, colon, rest = message.partition(": ")  # a check of a whole section names the field itself
         if colon and field.isidentifier():

@@ -78,10 +78,15 @@ def provenance(base: str, fingerprint: str, seed: int, recipe: dict[str, Any] | 
         packages=packages,
         machine=machine,
         seed=seed,
-        base=Path(base).name if Path(base).is_absolute() or base.count("/") != 1 else base,
+        base=base if base.count("/") == 1 and not is_elsewhere(base) else Path(base).name,
         fingerprint=fingerprint,
         recipe=recipe,
     )
+
+
+def is_elsewhere(name: str) -> bool:
+    """Whether a name is the path of something outside the current folder, which no record is to show."""
+    return Path(name).is_absolute() or name.startswith(("..", "~"))
 
 
 def installed_version(package: str) -> str:
