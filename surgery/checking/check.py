@@ -23,6 +23,7 @@ from surgery.kernels.explain import Sizes
 from surgery.modeling.graft import GraftMixer
 from surgery.runtime.listing import list_modules
 from surgery.runtime.processes import threads_for
+from surgery.runtime.progress import say
 from surgery.splicing.splice import adopt
 
 ORDER = ("wrong", "refused", "right", "not applicable")
@@ -183,4 +184,6 @@ def open_model(name: str | Path, trust_remote_code: bool = False) -> PreTrainedM
         raise UserError(f"cannot load {name}: {load.one_line(error)}") from error
     if lost := sorted(loaded[1]["missing_keys"]):
         raise UserError(f"cannot load {name}: its files lack the weight '{lost[0]}'")
+    if unused := sorted(loaded[1]["unexpected_keys"]):
+        say(f"{name}: {len(unused)} weights of its files are not used by the model, such as '{unused[0]}'")
     return loaded[0].eval()

@@ -8,6 +8,7 @@ case, by an error that says so; a crash, or another answer without a word, is wr
 import copy
 import inspect
 import math
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ CACHES = ("past_key_values", "cache_params", "state")  # what models call the ca
 EXACT = 1e-7
 TIMES, LEAST = 8.0, 3e-5  # of rounding in float32: models lie at most a quarter of this from float64
 PAD = 0
+SHORTEST = 41  # tokens of a row: laws ask up to so many
 BY_TOKEN = [20, *[1] * 7]  # a prompt, and tokens that go on from its cache one by one
 WORDS = (
     "not support",
@@ -104,35 +106,43 @@ class Law:
         """Ask all cases, and judge each."""
         found = list[Case]()
         try:
-            for name, case in self.cases(subject).items():
-                try:
-                    logits = case()
-                except NotApplicable as reason:
-                    found.append(Case(name, "not applicable", 0.0, 0.0, str(reason)))
-                except Exception as error:
-                    line = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
-                    # An error may say that something is not supported; any other is a crash inside.
-                    kinds = (ValueError, NotImplementedError, TypeError, AttributeError, ImportError, RuntimeError)
-                    clear = isinstance(error, kinds) and any(word in str(error).lower() for word in WORDS)
-                    refused = clear or isinstance(error, NotImplementedError)
-                    found.append(Case(name, "refused" if refused else "wrong", math.inf, 0.0, line))
-                else:
-                    found.append(subject.judge(name, *logits))
-        except NotApplicable as reason:
-            found = [Case("", "not applicable", 0.0, 0.0, str(reason))]
-        # A case that holds outweighs a refusal.
+            cases = self.cases(subject)
+        except Exception as error:
+            found, cases = [told_by(error, "")], {}
+        for name, case in cases.items():
+            try:
+                found.append(subject.judge(name, *case()))
+            except Exception as error:
+                found.append(told_by(error, name))
+        # A case that holds outweighs a refusal, which is named beside it.
         order: list[Verdict] = ["wrong", "right", "refused", "not applicable"]
         worst = min(found, key=lambda case: (order.index(case.verdict), -case.difference))
         where = ": ".join(part for part in (worst.name, worst.where) if part)
+        if worst.verdict == "right" and (refused := [case.name for case in found if case.verdict == "refused"]):
+            where = f"refused: {', '.join(refused)}"
         advice = self.advice if worst.verdict == "wrong" else ""
         return Finding(self.name, worst.verdict, worst.difference, where, worst.bound, self.protects, advice, tuple(found))
+
+
+def told_by(error: Exception, name: str) -> Case:
+    """What a case is that ended in an error: a refusal where Python code raised one that says what is not supported. What an
+    operator raises, of shapes or types, is a crash inside."""
+    if isinstance(error, NotApplicable):
+        return Case(name, "not applicable", 0.0, 0.0, str(error))
+    line = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+    kinds = (ValueError, TypeError, AttributeError, ImportError, RuntimeError)
+    words = isinstance(error, kinds) and any(word in str(error).lower() for word in WORDS)
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    said = (frame.line or "").startswith("raise") or "unexpected keyword" in str(error)
+    refused = isinstance(error, NotImplementedError) or (words and said)
+    return Case(name, "refused" if refused else "wrong", math.inf, 0.0, line)
 
 
 @dataclass(eq=False)
 class Subject:
     """A model as laws see it: a copy in eval mode, in float64 where all of it can be run so.
 
-    ids (4, t): random tokens, t beyond the chunks of its scan. chunk: tokens of such a chunk, if the configuration has it.
+    ids (4, t): random tokens, t beyond a chunk of its scan. chunk: tokens of such a chunk, if the configuration has it.
     exact: whether all of it runs in float64; dtype: what it runs in. source: the model itself.
     """
 
@@ -148,6 +158,11 @@ class Subject:
     def right(self) -> Tensor:
         """Logits (1, t, V) of the first row, by itself, without a cache."""
         return self.logits(self.ids[:1])
+
+    def draw(self, length: int) -> Tensor:
+        """Other random tokens, (1, length), of those of `ids`."""
+        at = torch.randint(self.ids.numel(), (1, length), generator=torch.Generator().manual_seed(1))
+        return self.ids.flatten()[at]
 
     @property
     def length(self) -> int:
@@ -267,6 +282,7 @@ class Subject:
             return Case(name, "wrong", math.inf, 0.0, f"logits of the shape {tuple(found.shape)}, not {tuple(right.shape)}")
         bound = self.bound(right) if own is None else own
         apart = (found.double() - right.double()).abs()
+        apart = apart.masked_fill((found == right) & (right < 0), 0)  # padded words may be at -inf
         difference = math.inf if not torch.isfinite(apart).all() else apart.max().item()
         if difference <= bound and difference < math.inf:
             return Case(name, "right", difference, bound, "")
@@ -324,8 +340,9 @@ def subject_of(
     )
     length = length or max(70, min(chunk or 0, 256) + 9)
     if most := getattr(config, "max_position_embeddings", None):
-        length = min(length, most - 8)  # pads stand beside it
-    ids = torch.randint(min(3, vocabulary - 1), vocabulary, (rows, length), generator=torch.Generator().manual_seed(seed))
+        length = max(SHORTEST, min(length, most - 8))  # pads stand beside it
+    first = min(3, vocabulary // 3)  # beyond special tokens, where there are some to choose from
+    ids = torch.randint(first, vocabulary, (rows, length), generator=torch.Generator().manual_seed(seed))
     copied = prepared(model)
     if wide:
         subject = Subject(copied.double(), ids, chunk, source=model)
@@ -344,6 +361,7 @@ def subject_of(
 def prepared(model: PreTrainedModel) -> PreTrainedModel:
     """A copy on the CPU in eval mode, with experts in plain PyTorch, which alone know float64."""
     copied = copy.deepcopy(model).cpu().eval()
+    copied.generation_config = GenerationConfig()  # what a folder asks of generate, beams or a static cache, is no law's case
     if hasattr(copied, "set_experts_implementation"):
         copied.set_experts_implementation("eager")
     return copied

@@ -226,13 +226,14 @@ def random_model(config: PreTrainedConfig, *, seed: int = 0, trust_remote_code: 
 
 @torch.no_grad()
 def enliven(model: nn.Module) -> None:
-    """As initialised, mixers do next to nothing, biases are zero and norms one: a fault in them would not be seen."""
+    """As initialised, mixers do next to nothing, biases and some scales are zero and norms one: a fault in them, or in what
+    they multiply, would not be seen."""
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             spread = parameter.std().item() if parameter.numel() > 1 else 0.0
             if parameter.dim() > 1 and spread > 0 and not name.startswith("A_"):
                 parameter.mul_(max(1.0, min(parameter.shape[-1], 4 * HIDDEN) ** -0.5 / spread))
-            elif name == "bias" and not parameter.any():
+            elif not parameter.any():
                 parameter.normal_(std=0.1)
             elif name in ("weight", "scale") and spread == 0:
                 parameter.mul_(torch.empty_like(parameter).uniform_(0.7, 1.4))

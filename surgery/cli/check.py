@@ -82,7 +82,7 @@ def check(
         live = open_model(model, trust_remote_code).float()
         found = compare_engine(live, find_folder(model), engine, engine_python)
         shown.append((str(found), vars(found), not found.holds))
-    if not shown:
+    if not shown or law or full:
         live = None if model is None else open_model(model, trust_remote_code)
         if live is not None and (broken := broken_weight(live)):  # which breaks all laws and no code
             raise UserError(f"cannot use {model}: {broken}")

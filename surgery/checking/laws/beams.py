@@ -5,12 +5,12 @@ from surgery.checking.law import Law, Subject
 
 def cases(s: Subject):
     def run():
-        cached, plain = (s.generate(s.ids[:2, :12], 4, num_beams=3, use_cache=use) for use in (True, False))
+        cached, plain = (s.generate(s.ids[:4, :12], 8, num_beams=4, use_cache=use) for use in (True, False))
         if not cached.sequences.equal(plain.sequences):
             return plain.sequences_scores * float("nan"), plain.sequences_scores
         return cached.sequences_scores, plain.sequences_scores
 
-    return {"3 beams": run}
+    return {"4 beams": run}
 
 
 LAW = Law(

@@ -1,7 +1,5 @@
 """Beyond the length of training, logits are finite, and a token's are those of the shorter text that ends there."""
 
-import torch
-
 from surgery.checking.law import Law, NotApplicable, Subject
 
 LONGEST = 1024
@@ -17,8 +15,7 @@ def cases(s: Subject):
         raise NotApplicable(
             f"its length of {trained} tokens is too long to be tried here; --architecture tries it on a small one"
         )
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(3, int(s.ids.max()), (1, trained + 21), generator=generator)
+    ids = s.draw(trained + 21)
     return {f"{trained + 21} tokens, {trained} trained": lambda: (s.logits(ids)[:, :-10], s.logits(ids[:, :-10]))}
 
 

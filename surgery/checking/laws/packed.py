@@ -1,4 +1,5 @@
-"""Documents that share a row, told by any of transformers' ways, do not see each other."""
+"""Documents that share a row do not see each other: told as transformers' collator tells them, by position_ids alone, or with
+seq_idx and cu_seq_lens beside them."""
 
 from itertools import pairwise
 from typing import Any
@@ -25,9 +26,19 @@ def cases(s: Subject):
         apart = torch.cat([s.right[:, :FIRST], s.logits(s.ids[:1, FIRST:BOTH])], 1)
         return s.logits(s.ids[:1, :BOTH], **named), apart
 
-    ways = {way: lambda way=way: run(way) for way in WAYS}
-    empty = {"beside an empty document": lambda: run(*WAYS, ends=(0, FIRST, FIRST, BOTH))}
-    return ways | {"all three": lambda: run(*WAYS)} | empty
+    def rows():
+        parts = [torch.arange(FIRST), torch.arange(BOTH - FIRST)]
+        places = torch.stack([torch.cat(parts), torch.cat(parts[::-1])])
+        numbers = (places == 0).cumsum(-1) - 1
+        found = s.logits(s.ids[:2, :BOTH], position_ids=places, seq_idx=numbers.int())
+        return found[1:, BOTH - FIRST :], s.logits(s.ids[1:2, BOTH - FIRST : BOTH])
+
+    return {
+        "position_ids": lambda: run("position_ids"),
+        "all three": lambda: run(*WAYS),
+        "beside an empty document": lambda: run(*WAYS, ends=(0, FIRST, FIRST, BOTH)),
+        "2 rows": rows,
+    }
 
 
 LAW = Law(

@@ -7,7 +7,7 @@ import torch
 from surgery.checking.law import Law, Subject, prepared, rounding
 
 TIMES = 16  # of what it changes that each weight is off by one rounding
-FIRST = 10  # one in so many tokens is compared where numbers are compared that rounding may turn
+FIRST = {torch.float32: 2}  # one in so many tokens is compared where numbers are compared that rounding may turn; else in 10
 
 
 def cases(s: Subject):
@@ -16,7 +16,7 @@ def cases(s: Subject):
             found = narrowed(s.model, dtype)(input_ids=s.ids[:1], use_cache=False).logits.double()
         right, least = s.right, rounding(s.right.abs().max().item(), s.length, s.layers, torch.float32)
         if compares(s.model.config) and found.isfinite().all():  # the tokens that are nearest: no turn has reached them
-            nearest = (found - right).abs().amax(dim=(0, 2)).argsort()[: s.length // FIRST]
+            nearest = (found - right).abs().amax(dim=(0, 2)).argsort()[: s.length // FIRST.get(dtype, 10)]
             found, right = found[:, nearest], right[:, nearest]
         rounded, generator, eps = prepared(s.model), torch.Generator().manual_seed(0), torch.finfo(dtype).eps
         with torch.no_grad(), s.precision():

@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 from surgery.checking.law import Law, NotApplicable, Subject, prepared
@@ -24,7 +23,7 @@ def cases(s: Subject):
         try:
             with tempfile.TemporaryDirectory() as folder:
                 source.save_pretrained(folder, max_shard_size="200KB")
-                again: Any = prepared(AutoModelForCausalLM.from_pretrained(folder, dtype=source.dtype))
+                again: Any = prepared(type(source).from_pretrained(folder, dtype=source.dtype))
                 again = again.to(s.dtype)
         except (OSError, SafetensorError) as error:
             if getattr(error, "errno", None) is None and "I/O" not in str(error):

@@ -6,7 +6,11 @@ PROMPT, NEW = 20, 4
 
 
 def cases(s: Subject):
-    return {'cache_implementation="static"': lambda: s.continue_by_generate(PROMPT, NEW, cache_implementation="static")}
+    def run():
+        _ = s.good_way
+        return s.continue_by_generate(PROMPT, NEW, cache_implementation="static")
+
+    return {'cache_implementation="static"': run}
 
 
 LAW = Law(

@@ -8,8 +8,9 @@ from surgery.checking.law import Law, NotApplicable, Subject
 
 def cases(s: Subject):
     config = s.model.config.to_dict()
-    if drops := sorted(name for name, value in config.items() if "drop" in name and isinstance(value, float) and value > 0):
-        raise NotApplicable(f"dropout is on: {', '.join(drops)}")
+    on = (name for name, value in config.items() if isinstance(value, float) and value > 0)
+    if drops := sorted(name for name in on if any(word in name for word in ("drop", "jitter", "noise"))):
+        raise NotApplicable(f"chance is on: {', '.join(drops)}")
 
     def run():
         grafts: list[Any] = [module for module in s.model.modules() if getattr(module, "closed_below", 0)]

@@ -92,6 +92,19 @@ def forgets_the_last_token(self, forward, ids, named):
     return forward(input_ids=ids, **named)
 
 
+def forgets_a_long_prompt(self, forward, ids, named):
+    """A scan whose last state is that of its last chunk, of prompts of several."""
+    if not named.get("use_cache") or ids.shape[1] < 140:
+        return forward(input_ids=ids, **named)
+    output = forward(input_ids=ids[:, -64:], **{name: value for name, value in named.items() if name == "use_cache"})
+    return changed(output, forward(input_ids=ids, use_cache=False).logits)
+
+
+def takes_the_first_rows_documents(self, forward, ids, named):
+    told = {name: named[name][:1].expand_as(named[name]) for name in ("seq_idx", "position_ids") if name in named}
+    return forward(input_ids=ids, **named | told)
+
+
 def short(named):
     return {name: value[:, :-1] if name in ("attention_mask", "position_ids") else value for name, value in named.items()}
 
@@ -174,13 +187,14 @@ FORWARDS = {
     "compiled": (FaultyMamba2, asks_for_a_number),
     "longer": (FaultyBamba, ends_with_its_training_length),
 }
+MORE = [("cache_tokens", FaultyMamba2, forgets_a_long_prompt), ("packed", FaultyMamba2, takes_the_first_rows_documents)]
 SLOW = {"compiled"}
-MARKED = [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in FORWARDS]
+MARKED = [pytest.param(name, *how, marks=pytest.mark.slow if name in SLOW else ()) for name, how in FORWARDS.items()]
 
 
-@pytest.mark.parametrize("name", MARKED)
-def test_a_fault_of_the_forward_is_found(plant, name):
-    law, (kind, fault) = all_laws()[name], FORWARDS[name]
+@pytest.mark.parametrize(("name", "kind", "fault"), [*MARKED, *MORE])
+def test_a_fault_of_the_forward_is_found(plant, name, kind, fault):
+    law = all_laws()[name]
     assert law.run(subject_of(make(kind))).verdict == "right"
     found = law.run(subject_of(plant(kind, fault)))
     assert found.verdict == "wrong"
@@ -230,11 +244,22 @@ def test_a_refusal_is_no_fault_and_a_crash_is_one(plant):
         return forward(input_ids=ids, **named)
 
     def crashes(self, forward, ids, named):
-        return forward(input_ids=ids, **named) if "seq_idx" not in named else {}["seq_idx"]
+        return forward(input_ids=ids, **named) if "seq_idx" not in named else ids @ ids  # "mat1 and mat2 cannot be ..."
 
     law = all_laws()["packed"]
     assert law.run(subject_of(plant(FaultyMamba2, refuses))).verdict == "refused"
     assert law.run(subject_of(plant(FaultyMamba2, crashes))).verdict == "wrong"
+
+
+def test_what_a_folder_asks_of_generate_is_no_fault():
+    model = make(FaultyMamba2)
+    model.generation_config.num_beams = 4
+    assert all_laws()["generate"].run(subject_of(model)).verdict == "right"
+
+
+@pytest.mark.parametrize("name", ["zaya", "xlstm", "qwen3_next"])
+def test_no_weight_of_a_random_model_is_zero(name):
+    assert all(p.any() for p in random_model(shrink(read_config(name))).parameters())
 
 
 # Faults of transformers 5.23, each at its place.
@@ -246,6 +271,7 @@ UPSTREAM = [
     ("bamba", "cache_tokens", "plain"),
     ("minimax", "cache_tokens", "with a mask"),
     ("minimax", "second_turn", "the conversation and the cache"),
+    ("recurrent_gemma", "beams", "4 beams"),
     *((name, "packed", "all three") for name in ("mamba", "mamba2", "falcon_mamba", "jamba", "minimax", "recurrent_gemma")),
     ("xlstm", "packed", "all three"),
     ("rwkv", "packed", "all three"),
