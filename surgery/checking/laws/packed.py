@@ -1,5 +1,4 @@
-"""Documents that share a row do not see each other: told as transformers' collator tells them, by position_ids alone, or with
-seq_idx and cu_seq_lens beside them."""
+"""Documents that share a row do not see each other, told by position_ids alone, or by seq_idx and cu_seq_lens, too."""
 
 from itertools import pairwise
 from typing import Any

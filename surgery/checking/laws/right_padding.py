@@ -19,7 +19,6 @@ def cases(s: Subject):
         return {"attention_mask": mask} | ({"position_ids": places} if s.takes("position_ids") else {})
 
     def decoding():
-        _ = s.good_way
         _, cache = s.step(ids, **named(mask, places))
         found = []
         for step in range(NEW):

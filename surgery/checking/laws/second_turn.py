@@ -9,7 +9,6 @@ PROMPT, NEW, QUESTION = 20, 3, 7
 
 def cases(s: Subject):
     def run(with_earlier_turns: bool):
-        _ = s.good_way
         first = s.generate(s.ids[:1, :PROMPT], NEW)
         cache = next((first[name] for name in CACHES if first.get(name) is not None), None)
         talk = torch.cat([first.sequences, s.ids[1:2, :QUESTION]], 1)

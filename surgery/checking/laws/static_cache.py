@@ -6,11 +6,7 @@ PROMPT, NEW = 20, 4
 
 
 def cases(s: Subject):
-    def run():
-        _ = s.good_way
-        return s.continue_by_generate(PROMPT, NEW, cache_implementation="static")
-
-    return {'cache_implementation="static"': run}
+    return {'cache_implementation="static"': lambda: s.continue_by_generate(PROMPT, NEW, cache_implementation="static")}
 
 
 LAW = Law(
