@@ -92,7 +92,7 @@ def page(record: dict[str, Any]) -> str:
                 apart = "" if told is None else f"{told:.1e}"
                 where = found[law]["where"].rpartition(": ")[2] if told is not None else found[law]["where"].partition(": ")[2]
                 wrong, cases = found[law]["wrong"], found[law]["cases"]
-                cases = f"{len(wrong)} of {cases}" if len(wrong) > 4 else ", ".join(wrong)
+                cases = f"{len(wrong)} of {cases}" if len(wrong) > 3 else ", ".join(wrong)
                 shown = ", ".join(scripts.get((name, law), ["none"]))
                 lines.append(f"| {name} | {law} | {cases} | {apart} | {where[:110].replace('|', '/')} | {shown} |")
     lines += [
