@@ -1,4 +1,7 @@
-"""Documents that share a row do not see each other, told by position_ids alone, or by seq_idx and cu_seq_lens, too."""
+"""Documents that share a row, told as transformers' collator does, do not see each other.
+
+It tells them by position_ids alone, or by seq_idx and cu_seq_lens as well.
+"""
 
 from itertools import pairwise
 from typing import Any
