@@ -206,6 +206,8 @@ def _advise(
     ]
     if answer == "not judged":
         return f"In place of {asked.label} choose a size or a probe that the base can do in part (locate.options, bench.pairs)."
+    if model.sites and all(each.mean == 0 for each in model.changes.values()):
+        return "The grafts closed in tuning: all answers are the base's. Lower tune.kl_weight, or take hints (tune.hints={})."
     harm, full = answer == "no" and change.shown, not is_loss and base.results[measurement].mean >= CEILING
     if harm:
         did = "Tuning did the harm: untrained it does better. " * is_behind(

@@ -191,6 +191,14 @@ def test_a_graft_that_acts_on_much_text_is_told(acts, told):
     assert ("plan.keep_skills=true" in " ".join(verdict.details)) == told
 
 
+def test_grafts_that_closed_are_named():
+    measurements, base = make_report().measurements, model("base", "base", 0.3)
+    closed = model("2 located heads, tuned", "hybrid", 0.3, sites=("L0.H1,2",))
+    verdict = judge(measurements, {"base": base, "tuned": closed}, "tuned", f"kv.{SIZES[-1]}", None)
+    assert verdict.answer == "no"
+    assert "closed in tuning" in verdict.advice
+
+
 @pytest.mark.parametrize(("untrained", "fault"), [(0.6, True), (0.1, False)])
 def test_advice_after_harm_is_not_to_do_more(untrained, fault):
     made = make_report(tuned=model("tuned", "hybrid", 0.1), spliced=model("spliced", "hybrid", untrained))
