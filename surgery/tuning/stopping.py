@@ -3,8 +3,8 @@ which weights are taken: the last, or the best where the loss rose after them.
 
 The loss falls once more while the learning rate does, so a curve under a rate that already falls says nothing on whether more
 steps would help. So the rate stays until the curve is flat, and falls after that. A curve of means goes up and down by chance;
-a measurement counts as progress only where the interval of its difference to the best before, batch by batch, leaves out 0, and
-where the difference is worth the steps.
+a measurement counts as progress only where its difference to the best before is beyond one standard error, over batches, and
+worth the steps. Two are too many: of few batches, a curve that falls by a tenth each time would be called flat.
 """
 
 import math
@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from surgery.evaluation.statistics import difference
 from surgery.records.recipe import Tune
 
 EVAL_STEPS = 25  # the loss is measured after every so many steps
@@ -73,9 +72,10 @@ class Watcher:
         """After `step` steps: measure if that is due, and say what was found, for the log."""
         if self.flat is not None or not (step % EVAL_STEPS == 0 or step >= self.longest):
             return {}
-        losses, best = self.measure(), np.asarray(self.best)
-        saved = difference(losses, best) if self.best else None
-        if saved is None or (saved.mean > LEAST_GAIN * best.mean() and (saved.n < 2 or saved.low > 0)):
+        losses = self.measure()
+        saved = np.asarray(self.best) - losses if self.best else losses
+        error = saved.std(ddof=1) / len(saved) ** 0.5 if len(saved) > 1 else 0.0
+        if not self.best or saved.mean() > max(LEAST_GAIN * np.mean(self.best), error):
             self.best, self.best_step, self.since = losses.tolist(), step, 0
             self.best_weights = {key: p.detach().to("cpu", copy=True).contiguous() for key, p in self.trained.items()}
         else:
