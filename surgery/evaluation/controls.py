@@ -55,12 +55,12 @@ def describe_model(name: str, model: Any = None) -> str:
     """A model of a run in plain words: "2 located heads, tuned". Another name is the user's, and is its own description."""
     words = CONTROLS[name.removeprefix(PREFIX)].words if is_control(name) else NAMES.get(name, name)
     grafts = getattr(getattr(model, "config", None), "grafts", None) or ()
-    heads = sum(len(entry.get("pairs") or entry.get("heads") or ()) for entry in grafts)  # of a Mamba-1 blocks of channels
+    heads = sum(len(entry.get("heads") or ()) for entry in grafts)
     if not grafts:
         return name if words.startswith("as many") else words
     what, count = ("head", heads) if heads else ("layer", len(grafts))
-    what = "block" if any(entry.get("pairs") for entry in grafts) else what
-    return words.replace("as many", str(count)).replace("heads", what + "s" * (count != 1) + " of channels" * (what == "block"))
+    what = "channel" if any(entry.get("pairs") for entry in grafts) else what  # of a Mamba-1
+    return words.replace("as many", str(count)).replace("heads", what + "s" * (count != 1))
 
 
 class CopyCache(nn.Module):
