@@ -9,6 +9,7 @@ from typing import Any
 import gap
 import numpy as np
 from prose import (
+    AS_RUN,
     BRIEF,
     CLOSER,
     CLOSER_BY,
@@ -31,9 +32,10 @@ from surgery.records.site import Site
 from surgery.runtime.files import write_text
 
 WORDS = gap.RIVALS | gap.EDITS | {name: f"**the twin: {words}**" for name, words in gap.TWINS.items()}
-WORDS |= {"2 heads": "two located heads", "hints": "the same with hints"}
+WORDS |= {"2 heads": "two located heads", "hints": "two located heads with hints, without null keys"}
 WORDS |= {kind: f"two heads, located by {kind} and tuned on them" for kind in OTHERS}
 WORDS[CLOSER] = f"two located heads, held to the base with a KL weight of {CLOSER_BY:.0f}, not 1"
+WORDS[AS_RUN] = f"two located heads with null keys, hints and a KL weight of {CLOSER_BY:.0f}, as `surgery run` tunes them"
 WORDS[READS] = "the same as for dictionaries, with null keys that read the query"
 WORDS |= {"copy cache": "an untrained n-gram cache of the text", "other layer": "two random heads of other layers"}
 COLUMNS = {f"bigrams.{LENGTH}": "bigrams", f"bigrams.{LENGTHS[-1]}": f"bigrams, {LENGTHS[-1]:,} tokens"}
@@ -69,7 +71,8 @@ Rivals are tuned as the edit is, for as many tokens; the window takes the bytes 
 
 ## Other bases
 
-The same with fewer models, on the same tokens, the edit tuned on repeated bigrams alone.
+The same with fewer models, on the same tokens, the edit tuned on repeated bigrams alone. A head of a Mamba-1 is a block of 16
+channels.
 
 {others}
 
@@ -145,7 +148,9 @@ def other_bases() -> str:
         seeds = sorted({row["seed"] for row in rows})
         words = f"**A {'Mamba-1' if shape == 'mamba1' else 'Mamba-2'} of {numbers:,} parameters**, seed{'s' * (len(seeds) > 1)}"
         words += f" {', '.join(map(str, seeds))}; heads {heads}. The base's own loss is {own_losses(rows)}."
-        said.append(f"{words}\n\n{table(savings(rows, BRIEF))}")
+        same = [cell for cell in BRIEF[1:] if cell in at and at[cell]["results"] == at[BASE_CELL]["results"]]
+        closed = f"\n\nClosed in tuning, so that every answer is the base's: {'; '.join(map(named, same))}." if same else ""
+        said.append(f"{words}\n\n{table(savings(rows, BRIEF))}{closed}")
     return "\n\n".join(said) or "None is measured."
 
 
@@ -205,6 +210,7 @@ def transfer(rows: list[Row]) -> list[list[str]]:
     cells += [("the base, which reads the prompt twice", ("prompt twice", 0.0), "")]
     for kind, (cell, _) in QUESTIONS.items():
         cells += [(f"an edit for {kind}, untrained", (cell[0], 0.0), kind), (f"an edit for {kind}", cell, kind)]
+    cells += [("that for repeated bigrams, tuned as `surgery run` does", (AS_RUN, gap.EQUAL), "repeated bigrams")]
     cells += [("that for dictionaries, with null keys that read the query", (READS, gap.EQUAL), "dictionaries")]
     for words, cell, kind in cells:
         own = [row for row in rows if (row["model"], row["share"]) == cell]

@@ -192,11 +192,9 @@ def test_a_graft_that_acts_on_much_text_is_told(acts, told):
 
 
 def test_grafts_that_closed_are_named():
-    measurements, base = make_report().measurements, model("base", "base", 0.3)
-    closed = model("2 located heads, tuned", "hybrid", 0.3, sites=("L0.H1,2",))
-    verdict = judge(measurements, {"base": base, "tuned": closed}, "tuned", f"kv.{SIZES[-1]}", None)
-    assert verdict.answer == "no"
-    assert "closed in tuning" in verdict.advice
+    models = {"base": model("base", "base", 0.3), "tuned": model("2 heads", "hybrid", 0.3, sites=("L0.H1,2",))}
+    verdict = judge(make_report().measurements, models, "tuned", f"kv.{SIZES[-1]}", None)
+    assert (verdict.answer, "closed in tuning" in verdict.advice) == ("no", True)
 
 
 @pytest.mark.parametrize(("untrained", "fault"), [(0.6, True), (0.1, False)])
