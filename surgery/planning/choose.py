@@ -152,7 +152,7 @@ def grow_plan(
         helps = more.low > 0 or (saved.mean >= options.least_gain and more.high >= 0)
         leading = leading or tried
         taken = helps if plan else more.high >= 0
-        why = "answers more" if more.low > 0 else "saves enough" if helps else "does no harm shown"
+        why = "answers more" if more.low > 0 else "saves enough" if helps else "shows no harm"
         say(
             f"{unit.site}: saves {saved.mean:+.3f} nats a question [{saved.low:+.3f}, {saved.high:+.3f}], accuracy "
             f"{more.mean:+.3f}, untrained: {f'taken, it {why}' if taken else 'passed over'}"
