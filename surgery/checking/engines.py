@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from surgery.checking.law import WORDS, rounding
+from surgery.checking.law import WORDS, measure_rounding
 from surgery.errors import UserError
 
 SCRIPTS = {
@@ -72,11 +72,11 @@ def compare_engine(live: PreTrainedModel, folder: Path, engine: str, python: Pat
     asked += [(f"{kept} of them cached", prompt, steps) for prompt, kept, steps in said["cached"]]
     worst, bound, others, tokens, where = 0.0, 0.0, 0, 0, ""
     for how, prompt, steps in asked:
-        text = [*prompt, *(token for token, _ in steps[:-1])]
-        with torch.no_grad():  # after each token that the engine was to choose: (steps, V), in float64
-            logits = live(input_ids=torch.tensor([text]), use_cache=False).logits[0, -len(steps) :]
-        own = logits.double().log_softmax(-1)
-        allowed = rounding(own.abs().max().item(), len(text), live.config.num_hidden_layers, torch.float32)
+        text = torch.tensor([[*prompt, *(token for token, _ in steps[:-1])]])
+        with torch.no_grad():
+            logits = live(input_ids=text, use_cache=False).logits[0]
+        own = logits[-len(steps) :].double().log_softmax(-1)  # after each token that the engine was to choose: (steps, V)
+        allowed = measure_rounding(live, logits, text)
         found = [(i, int(other), value) for i, (_, probable) in enumerate(steps) for other, value in probable.items()]
         apart = torch.tensor([own[i, other].item() - value for i, other, value in found] or [0.0]).abs()
         difference = math.inf if apart.isnan().any() else apart.max().item()

@@ -17,13 +17,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from surgery.checking.check import all_laws, check_laws
+from surgery.checking.law import measure_rounding
 from surgery.checking.shrink import first_of_each_kind
 from surgery.errors import UserError
 from surgery.exporting import fresh
 from surgery.records.record import Record
 from surgery.runtime.processes import FreshPython
 
-LEAST, TIMES = 3e-5, 16.0  # of what is allowed to logits; see measure_rounding
 WIDE = 2**32  # bytes in float32 up to which a model of 16 bits is compared in float32
 QUICK = ("cache_chunks", "generate", "left_padding")  # laws that every export is asked
 
@@ -129,27 +129,6 @@ def check_state(hybrid: PreTrainedModel, *, full: bool) -> tuple[str, ...]:
     if wrong := next((finding for finding in findings if finding.verdict == "wrong"), None):
         raise UserError(f"the model breaks the law '{wrong.law}': {wrong.meaning} ({wrong.where}); nothing was written")
     return tuple(finding.law for finding in findings if finding.verdict == "right")
-
-
-@torch.inference_mode()
-def measure_rounding(model: PreTrainedModel, logits: Tensor, ids: Tensor) -> float:
-    """How far two correct computations may lie apart: TIMES what one unit in the last place of the embeddings changes.
-
-    That response is about the distance to the logits of float64 (within a factor of 2 on the built-in models and on random ones
-    of 30 layers, where it is a hundred times as large). logits (t, V): the model's, of ids (1, t).
-    """
-    noise = torch.Generator().manual_seed(0)
-
-    def perturb(module: Any, inputs: Any, output: Tensor) -> Tensor:
-        factor = 1 + torch.finfo(output.dtype).eps * (2 * torch.rand(output.shape, generator=noise) - 1)
-        return (output.float() * factor.to(output.device)).to(output.dtype)
-
-    handle = model.get_input_embeddings().register_forward_hook(perturb)
-    try:
-        moved = model(input_ids=ids.to(model.device), use_cache=False).logits[0].float().cpu()
-    finally:
-        handle.remove()
-    return LEAST + TIMES * (moved - logits).abs().max().item()
 
 
 def compare_answers(ours: dict[str, Tensor], theirs: dict[str, Tensor], allowed: float) -> float:

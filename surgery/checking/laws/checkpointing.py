@@ -4,7 +4,7 @@ from functools import cache
 
 import torch
 
-from surgery.checking.law import Law, NotApplicable, Subject, prepared, rounding
+from surgery.checking.law import LEAST, Law, NotApplicable, Subject, prepared
 
 
 def cases(s: Subject):
@@ -29,7 +29,7 @@ def cases(s: Subject):
 
     def loss():
         (plain, _), (again, _) = both()
-        return again, plain, rounding(float(plain), s.length, s.layers, torch.float32)
+        return again, plain, LEAST * max(1.0, float(plain))
 
     def gradients():
         (_, plain), (_, again) = both()
@@ -37,7 +37,7 @@ def cases(s: Subject):
             raise ArithmeticError(f"'{lost[0]}' gets no gradient")
         largest = max(float(gradient.abs().max()) for gradient in plain.values())
         found, right = (torch.cat([each[name].flatten() for name in plain]) for each in (again, plain))
-        return found, right, rounding(largest, s.length, s.layers, torch.float32)
+        return found, right, LEAST * max(1.0, largest)
 
     return {"the loss": loss, "gradients": gradients}
 

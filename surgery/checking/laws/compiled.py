@@ -4,7 +4,7 @@ import copy
 
 import torch
 
-from surgery.checking.law import Law, Subject, rounding
+from surgery.checking.law import Law, Subject, measure_rounding
 
 
 def cases(s: Subject):
@@ -12,11 +12,11 @@ def cases(s: Subject):
         torch.compiler.reset()
         model = copy.deepcopy(s.source or s.model).eval().float()
         with torch.no_grad():
-            right = model(input_ids=s.ids[:1, :16], use_cache=False).logits
-            graph = torch.compile(model, fullgraph=True, backend="eager")
-            found = graph(input_ids=s.ids[:1, :16], use_cache=False).logits
+            ids = s.ids[:1, :16]
+            right = model(input_ids=ids, use_cache=False).logits
+            found = torch.compile(model, fullgraph=True, backend="eager")(input_ids=ids, use_cache=False).logits
         torch.compiler.reset()
-        return found, right, rounding(right.abs().max().item(), 16, s.layers, torch.float32)
+        return found, right, measure_rounding(model, right[0], ids)
 
     return {"fullgraph=True": run}
 

@@ -4,26 +4,25 @@ import re
 
 import torch
 
-from surgery.checking.law import Law, Subject, prepared, rounding
+from surgery.checking.law import TIMES, Law, Subject, prepared
 
-TIMES = 16  # of what it changes that each weight is off by one rounding
-FIRST = {torch.float32: 2}  # one in so many tokens is compared where numbers are compared that rounding may turn; else in 10
+FIRST = 2, 10  # one in so many tokens is compared where rounding may turn what is chosen: in float32, in 16 bits
 
 
 def cases(s: Subject):
     def run(dtype):
         with torch.no_grad():
             found = narrowed(s.model, dtype)(input_ids=s.ids[:1], use_cache=False).logits.double()
-        right, least = s.right, rounding(s.right.abs().max().item(), s.length, s.layers, torch.float32)
+        right = s.right
         if compares(s.model.config) and found.isfinite().all():  # the tokens that are nearest: no turn has reached them
-            nearest = (found - right).abs().amax(dim=(0, 2)).argsort()[: s.length // FIRST.get(dtype, 10)]
+            nearest = (found - right).abs().amax(dim=(0, 2)).argsort()[: s.length // FIRST[dtype.itemsize == 2]]
             found, right = found[:, nearest], right[:, nearest]
         rounded, generator, eps = prepared(s.model), torch.Generator().manual_seed(0), torch.finfo(dtype).eps
         with torch.no_grad(), s.precision():
             for tensor in rounded.parameters():
                 tensor.mul_(1 + eps * (torch.rand(tensor.shape, generator=generator, dtype=tensor.dtype) - 0.5))
             off_by_one = (rounded(input_ids=s.ids[:1], use_cache=False).logits - s.right).abs().max().item()
-        return found, right, max(least, TIMES * off_by_one)
+        return found, right, s.rounding + TIMES * off_by_one
 
     dtypes = (torch.float32, torch.bfloat16, torch.float16) if s.exact else (torch.bfloat16, torch.float16)
     return {str(dtype).removeprefix("torch."): lambda dtype=dtype: run(dtype) for dtype in dtypes}
