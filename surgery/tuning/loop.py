@@ -14,7 +14,6 @@ import re
 import shutil
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
@@ -34,28 +34,29 @@ from surgery.runtime.files import read_text, write_text
 from surgery.runtime.processes import is_main, over_gloo
 from surgery.runtime.progress import bar, say
 from surgery.splicing.splice import adopt
-from surgery.tuning.examples import Batches, ExampleSource
+from surgery.tuning.examples import SKILL_ROWS, Batches, ExampleSource
 from surgery.tuning.lora import add_adapters, merge_adapters, save_adapters
 from surgery.tuning.losses import Losses, Weights
 from surgery.tuning.stopping import EXAMPLES, Watcher
 
-VERSION = 6  # of the steps: a run that another version began cannot be resumed
+VERSION = 7  # of the steps and checkpoints: a run that another version began cannot be resumed
 WEIGHT_DECAY = 0.01  # of matrices and convolution filters
 CLIP = 1.0  # the largest norm of the gradient
 KEPT_BACK_SEED = 40_009  # added to the run's for examples that are kept back
-STATE, WEIGHTS, BEST, LOG = "state.json", "trained.safetensors", "best.safetensors", "log.jsonl"
+APART = {"save_steps", "report_to", "gradient_checkpointing", "gradient_accumulation_steps"}  # settings that change no result
+STATE, LOG = "state.json", "log.jsonl"
+WEIGHTS, BEST, OPTIMIZER = "trained.safetensors", "best.safetensors", "optimizer.safetensors"
 
 
 @dataclass
 class TuningLog:
     """What tuning did. steps: a record of each, {"step", "loss", "examples", "kl", ...}, losses in nats. flat: the step at
     which the held-out loss was flat, where tune.steps is auto. back_to: the step whose weights were put back in the end, since
-    the loss rose after it. seconds: of computing, in this process."""
+    the loss rose after it."""
 
     steps: list[dict[str, float]] = field(default_factory=list)
     flat: int | None = None
     back_to: int | None = None
-    seconds: float = 0.0
 
 
 def tune(
@@ -86,7 +87,6 @@ def tune(
     teacher = None if teacher is None else adopt(teacher)  # whose class reads packed rows
     dtypes = {key: p.dtype for key, p in trained.items()}
     batches = Batches(tokenizer, options, data, seed)
-    started = time.monotonic()
     with torch.random.fork_rng(), learning_in_float32(model, trained):
         run = Run(model, teacher, trained, batches, folder, name)
         try:
@@ -103,7 +103,6 @@ def tune(
         if folder is not None and is_main():
             save_adapters(model, options.lora, adapted, folder / "adapter")
         merge_adapters(model, adapted)
-    log.seconds = time.monotonic() - started
     return log
 
 
@@ -151,6 +150,8 @@ class Run:
         for size, what in ((options.batch_size, "batch_size"), (options.text_batch_size, "text_batch_size")):
             if size % self.processes:
                 raise UserError(f"tune.{what}: {size} rows cannot be divided among {self.processes} processes")
+        if batches.skills is not None and self.processes > SKILL_ROWS:
+            raise UserError(f"tune.skill_weight: a step has {SKILL_ROWS} such rows, too few for {self.processes} processes")
         if options.gradient_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
             for block in model.base_model.layers:
@@ -168,11 +169,10 @@ class Run:
         groups = [{"params": [*decays.values()], "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}]
         groups = [group for group in groups if group["params"]]
         optimizer = torch.optim.AdamW(groups, lr=options.learning_rate, betas=(0.9, 0.95))
-        placed = getattr(model, "hf_device_map", None) is None  # otherwise accelerate's hooks know where it belongs
-        self.losses = self.accelerator.prepare_model(losses, device_placement=placed)
+        # One process computes where the model was loaded; of several each has a device of its own.
+        self.device = self.accelerator.device if self.processes > 1 else model.device
+        self.losses = self.accelerator.prepare_model(losses, device_placement=self.processes > 1)
         self.optimizer = self.accelerator.prepare_optimizer(optimizer)
-        self.accelerator.register_save_state_pre_hook(self._save_trained)
-        self.accelerator.register_load_state_pre_hook(self._load_trained)
         held_out = ExampleSource(batches.tokenizer, options, batches.seed + KEPT_BACK_SEED)
         self.watcher = Watcher(options, lambda: self._measure(held_out), trained)
         self.settings = self._settings()
@@ -184,12 +184,11 @@ class Run:
         first = hashlib.sha256()
         for key, p in self.trained.items():
             first.update(key.encode() + p.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
-        apart = {"save_steps", "report_to", "gradient_checkpointing", "gradient_accumulation_steps"}
         settings = {
             "version": VERSION,
             "seed": self.batches.seed,
             "processes": self.processes,
-            "tune": self.options.model_dump(mode="json", exclude=apart),
+            "tune": self.options.model_dump(mode="json", exclude=APART),
             "data": self.batches.data.model_dump(mode="json", exclude={"train_text", "held_out_text"}),
             "inputs": self.batches.inputs(),
             "first weights": first.hexdigest(),
@@ -213,13 +212,14 @@ class Run:
                     self.accelerator.log({key: value for key, value in record.items() if key != "step"}, step=step + 1)
                 stopped = came()
                 if self.processes > 1:  # the signal may have come to another one
-                    flag = torch.tensor([float(stopped)], device=self.accelerator.device)
+                    flag = torch.tensor([float(stopped)], device=self.device)
                     stopped = bool(self.accelerator.reduce(flag, "sum").item())
                 if stopped or (step + 1) % self.options.save_steps == 0 or step + 1 >= self.watcher.end:
                     self.save(step + 1)
                 if stopped:
                     kept = "" if self.folder is None else f"; what was learnt is kept in {self.folder}"
                     say(f"tuning {self.name}: stopped after step {step + 1}{kept}")
+                    self.accelerator.wait_for_everyone()  # one that ends takes the others with it
                     raise KeyboardInterrupt
         if self.watcher.is_auto:
             say(f"tuning {self.name}: {len(self.log.steps)} steps, {self.watcher.ending()}")
@@ -238,7 +238,7 @@ class Run:
             counts = tuple(count / self.processes for count in part.counts())
             mine = torch.arange(self.rank, len(part), self.processes)
             pieces = mine.tensor_split(self.options.gradient_accumulation_steps)
-            own += [(part.rows(rows).to(self.accelerator.device), counts) for rows in pieces if len(rows)]
+            own += [(part.rows(rows).to(self.device), counts) for rows in pieces if len(rows)]
         sums: dict[str, Tensor] = {}
         for number, (part, counts) in enumerate(own):
             last = number == len(own) - 1
@@ -267,34 +267,36 @@ class Run:
         for number in range(-(-EXAMPLES // self.options.batch_size)):
             part = held_out.step(number)
             counts = tuple(count / self.processes for count in part.counts())
-            own = part.rows(torch.arange(self.rank, len(part), self.processes)).to(self.accelerator.device)
+            own = part.rows(torch.arange(self.rank, len(part), self.processes)).to(self.device)
             losses.append(self.losses(own, counts)[1]["examples"].float())
-        return self.accelerator.reduce(torch.stack(losses), "mean").double().cpu().numpy()
+        return self.accelerator.reduce(torch.stack(losses), "mean").cpu().double().numpy()
 
     def save(self, step: int) -> None:
-        """Write checkpoint-<step> and remove older ones; it has its name only when it is whole."""
-        if self.folder is None:
+        """Write checkpoint-<step> and remove older ones, in the main process; it has its name only when it is whole."""
+        if self.folder is None or not is_main():
             return
         target = self.folder / f"checkpoint-{step}"
         partial = self.folder / f"{target.name}.part"
         try:
-            if is_main():
-                shutil.rmtree(partial, ignore_errors=True)
-            self.accelerator.wait_for_everyone()
-            self.accelerator.save_state(str(partial))
-            self.accelerator.wait_for_everyone()
-            if is_main():
-                state = {"step": step, "settings": self.settings, "watcher": self.watcher.state()}
-                write_text(partial / STATE, json.dumps(state) + "\n")
-                write_text(self.folder / LOG, "".join(json.dumps(record) + "\n" for record in self.log.steps))
-                shutil.rmtree(target, ignore_errors=True)
-                os.replace(partial, target)
-                for other in checkpoints(self.folder):
-                    if other != target:
-                        shutil.rmtree(other, ignore_errors=True)
-        except OSError as error:
-            raise UserError(f"cannot write {target}: {error.strerror or error}") from error
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+            save_file({key: p.detach().cpu().contiguous() for key, p in self.trained.items()}, partial / WEIGHTS)
+            save_file(self.watcher.best_weights, partial / BEST)
+            moments = self.optimizer.state_dict()["state"]  # of a parameter, by its number
+            tensors = {f"{number}.{name}": tensor for number, state in moments.items() for name, tensor in state.items()}
+            save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, partial / OPTIMIZER)
+            state = {"step": step, "settings": self.settings, "watcher": self.watcher.state()}
+            write_text(partial / STATE, json.dumps(state) + "\n")
+            write_text(self.folder / LOG, "".join(json.dumps(record) + "\n" for record in self.log.steps))
+            shutil.rmtree(target, ignore_errors=True)
+            os.replace(partial, target)
+            for other in checkpoints(self.folder):
+                if other != target:
+                    shutil.rmtree(other, ignore_errors=True)
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"cannot write {target}: {getattr(error, 'strerror', None) or error}") from error
 
+    @torch.no_grad()
     def resume(self) -> int:
         """Go on from the newest checkpoint in the folder, if there is one; returns how many steps are done. Raises UserError
         if it belongs to another run."""
@@ -306,8 +308,16 @@ class Run:
             state = json.loads(read_text(newest / STATE))
             if other := next(differences(self.settings, state["settings"]), None):
                 raise UserError(f"{newest} was made with another {other}; begin anew with --overwrite, or choose another --out")
-            self.accelerator.load_state(str(newest))
+            weights = load_file(newest / WEIGHTS)
+            for key, p in self.trained.items():
+                p.copy_(weights[key])
+            moments: dict[int, dict[str, Tensor]] = {}
+            for key, tensor in load_file(newest / OPTIMIZER).items():
+                number, _, name = key.partition(".")
+                moments.setdefault(int(number), {})[name] = tensor
+            self.optimizer.load_state_dict(self.optimizer.state_dict() | {"state": moments})
             self.watcher.restore(state["watcher"])
+            self.watcher.best_weights = load_file(newest / BEST)
             lines = read_text(newest.parent / LOG).splitlines()[: state["step"]]
             self.log.steps = [json.loads(line) for line in lines]
         except UserError:
@@ -315,24 +325,6 @@ class Run:
         except Exception as error:  # a damaged file raises whatever its bytes lead to
             raise UserError(f"the checkpoint {newest} is damaged ({str(error)[:80]}); delete it, or begin anew") from error
         return state["step"]
-
-    def _save_trained(self, models: list[Any], weights: list[Any], folder: str) -> None:
-        """In the place of the whole model, of which nothing else has changed, accelerate writes what learns."""
-        weights.clear()
-        if is_main():
-            tensors = {key: p.detach().cpu().contiguous() for key, p in self.trained.items()}
-            save_file(tensors, Path(folder) / WEIGHTS)
-            if self.watcher.is_auto:
-                save_file(self.watcher.best_weights, Path(folder) / BEST)
-
-    @torch.no_grad()
-    def _load_trained(self, models: list[Any], folder: str) -> None:
-        models.clear()
-        tensors = load_file(Path(folder) / WEIGHTS)
-        for key, p in self.trained.items():
-            p.copy_(tensors[key])
-        if self.watcher.is_auto:
-            self.watcher.best_weights = load_file(Path(folder) / BEST)
 
 
 def checkpoints(folder: Path) -> list[Path]:

@@ -56,7 +56,7 @@ class Watcher:
         """The last step, as far as is known."""
         if not self.is_auto or self.flat is None:
             return self.most
-        return max(self.flat + 1, min(self.most, round(self.flat / (1 - FALL))))
+        return min(self.most, max(self.flat + 1, round(self.flat / (1 - FALL))))
 
     def share(self, step: int) -> float:
         """The learning rate of a step (counted from 0) as a share of the largest: it rises over the warm-up to 1, and falls
