@@ -82,8 +82,12 @@ def attribute(model: Any, encoded: Encoded, batch_size: int = 32, nulls: Mapping
         handle = y.register_hook(read)
         return y
 
+    with frozen(model):
+        with tapped(mixers, lambda mixer, streams, y: y if y.requires_grad else y.detach().requires_grad_()):
+            rows = fit_batch(model, encoded, batch_size)
+        batches = bar(list(encoded.batches(rows)), "attribution")
     with frozen(model), tapped(mixers, tap):
-        for chosen, part in bar(list(encoded.batches(fit_batch(model, encoded, batch_size))), "attribution"):
+        for chosen, part in batches:
             logits = logits_at_points(model, part)
             losses = part.loss(logits)
             if losses.requires_grad:
@@ -191,10 +195,9 @@ def fit_batch(model: Any, encoded: Encoded, batch_size: int) -> int:
     """How many rows a forward and backward may take, at most `batch_size`: what the backward of one row keeps is measured."""
     kept: dict[int, int] = {storage.data_ptr(): 0 for p in model.parameters() for storage in [p.untyped_storage()]}
 
-    def keep(tensor: Tensor) -> Tensor:
+    def keep(tensor: Tensor) -> None:  # nothing is unpacked, since there is no backward
         storage = tensor.untyped_storage()
         kept.setdefault(storage.data_ptr(), storage.nbytes())
-        return tensor
 
     longest = max(encoded.rows, key=len)
     short = torch.tensor([longest[: min(64, len(longest))]], device=next(model.parameters()).device)

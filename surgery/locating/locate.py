@@ -63,7 +63,7 @@ def locate(
             others = [unit for unit, _, _ in units[options.roles :]]
             chosen = np.linspace(0, len(questions) - 1, min(CHOSEN, len(questions))).astype(int).tolist()
             found = find_roles(adopted, encoded, leading, others, chosen, options.batch_size)
-        spliced = [(unit, start) for unit, _, start in units if unit.place.kind == "ssm"]
+        spliced = [(unit, start) for unit, _, start in units if unit.layer in slopes.slopes and unit.place.kind == "ssm"]
         spliced = spliced[: math.ceil(options.exact * len(spliced) - 1e-9)]
         gains = measure_gains(adopted, encoded, spliced, options.batch_size)
     finally:
