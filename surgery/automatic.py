@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from surgery.errors import UserError
 from surgery.evaluation.controls import CONTROLS
-from surgery.locating.locate import CHOSEN
+from surgery.locating.locate import BLOCK, CHOSEN
 from surgery.locating.roles import DEEP, OTHERS, PLACES, SCREENED
 from surgery.look import Look, cache_folder
 from surgery.records.recipe import TOY, Recipe, apply_settings, make_recipe
@@ -35,6 +35,7 @@ def choose_recipe(seen: Look, model: str, text: Path | None, settings: list[str]
     low = max(4, pairs // 2)
     tree: dict[str, Any] = {
         "model": model,
+        "data": {"facts": seen.facts},
         "locate": {"options": {"pairs": pairs}, "examples": 128},
         "plan": {"heads": "auto"},
         "tune": {
@@ -52,7 +53,7 @@ def choose_recipe(seen: Look, model: str, text: Path | None, settings: list[str]
     }
     given = {setting.partition("=")[0].strip() for setting in settings}
     if text is not None:
-        tree = apply_settings(tree, [*text_settings(text), f"data.facts={TOY if seen.facts == TOY else 'capitals'}"])
+        tree = apply_settings(tree, text_settings(text))
     elif seen.facts != TOY and "data.train_text" not in given:
         raise UserError(f"{seen.model} does not know the built-in toy data; give text of the kind that it knows, --text FILE")
     return make_recipe(apply_settings(tree, settings), "--set")
@@ -83,7 +84,7 @@ def go_on(recipe: Recipe, report: Report, out: Path, trust_remote_code: bool = F
     """The command that goes on from a finished run in `out`, and why: at a lower rate where the loss rose, longer where it
     still fell when tuning ended, of the hybrid or of a control, with more heads where little was gained; nothing otherwise."""
     plan, heads, main = recipe.plan, sum(len(site.heads) for site in report.main.sites), report.verdict.model
-    most = plan.max_heads
+    most = plan.max_heads * (BLOCK if "channel" in report.main.description else 1)
     folders = {name: folder for name in report.models if (folder := out / "tuning" / name).is_dir()}
     undone = any(model.back_to is not None for model in report.models.values())
     fell = [name for name, folder in folders.items() if recipe.tune.steps == "auto" and still_fell(folder)]
@@ -95,7 +96,7 @@ def go_on(recipe: Recipe, report: Report, out: Path, trust_remote_code: bool = F
             whose = "The loss" if len(fell) == 1 else "The loss, and that of controls,"
         why, setting = f"{whose} still fell when tuning ended; more steps", f"tune.max_steps={2 * recipe.tune.max_steps}"
     elif "more heads" in report.verdict.advice and heads and plan.sites is None and (plan.heads != "auto" or heads >= most):
-        setting = f"plan.max_heads={2 * most}" if plan.heads == "auto" else f"plan.heads={2 * plan.heads}"
+        setting = f"plan.max_heads={2 * plan.max_heads}" if plan.heads == "auto" else f"plan.heads={2 * plan.heads}"
         why = "There is more to gain, maybe with more heads"
     else:
         return ""

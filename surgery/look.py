@@ -155,7 +155,8 @@ def look(
     """
     print_ = fingerprint(model)
     words = settings_digest(tokenizer.get_vocab())
-    key = [print_, installed_version("mamba-surgery"), seed, None if text is None else file_digest(text), words]
+    read = None if text is None else file_digest(text)
+    key = [print_, installed_version("mamba-surgery"), seed, read, words, model.device.type]
     kept = cache_folder("look") / f"{settings_digest(key)}.json"
     name = name or Path(str(model.name_or_path)).name
     if kept.is_file():
@@ -169,7 +170,7 @@ def look(
 
 
 def cache_folder(kind: str) -> Path:
-    """Where this user's looks, and parts of texts, are kept; nothing there is needed."""
+    """Where this user's looks are kept, and the parts of texts that recipes name."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mamba-surgery" / kind
 
 

@@ -33,7 +33,7 @@ from surgery.runtime.progress import say
 from surgery.splicing.splice import adopt, splice
 from surgery.tuning.controls import PLANS, SLOW, SLOW_RATE, control_plan, longest_row, narrow, trainable_control
 from surgery.tuning.examples import Batches
-from surgery.tuning.loop import tune
+from surgery.tuning.loop import APART, tune
 from surgery.tuning.lora import match_targets
 from surgery.tuning.text import knows
 
@@ -72,8 +72,8 @@ def run(
         words = settings_digest(tokenizer.get_vocab())
         known = [print_, words, {str(path): file_digest(path) for path in recipe.data_files()}, recipe.seed]
         located = [*known, recipe.locate.model_dump(), recipe.plan.kind, recipe.plan.share, recipe.data.model_dump()]
-        planned = [*located, recipe.plan.model_dump(), recipe.tune.text_tokens]
-        tuned = [*planned, recipe.tune.model_dump()]
+        planned = [*located, recipe.plan.model_dump(), max(recipe.bench.pairs) if recipe.plan.heads == "auto" else None]
+        tuned = [*planned, recipe.tune.model_dump(exclude=APART)]
         tasks = recipe.bench.include_path
         finished = [*tuned, recipe.bench.model_dump(), file_digest(tasks) if tasks and Path(tasks).is_dir() else None]
         if on_main(output.is_made)("report.json", finished):

@@ -25,7 +25,7 @@ from surgery.records.report import Report
 from surgery.runtime.files import open_output
 from surgery.runtime.progress import show
 
-REQUIREMENT = re.compile(r"([\w.]+)\s*(>=|<=)\s*([-+]?(?:\d+\.?\d*|\.\d+))")
+REQUIREMENT = re.compile(r"([\w.-]+)\s*(>=|<=)\s*([-+]?(?:\d+\.?\d*|\.\d+))")
 
 
 def bench(

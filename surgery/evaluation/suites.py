@@ -115,8 +115,6 @@ def knowledge(given: Given) -> list[Measurement]:
 
 def _skill(given: Given, probe: str) -> list[Measurement]:
     words = {"choice": ("multiple_choice", "multiple choice", "multiple choice"), "knowledge": ("knowledge", "facts", "facts")}
-    if probe not in words:
-        return [ask_probe(given, probe, probe, probe, probe)]
     if not given.knows(given.data.facts):
         return []
     name, label, short = words[probe]

@@ -18,8 +18,6 @@ from surgery.modeling.reference import at_least_float32
 from surgery.models.tokens import divided, encode_continuations, encode_prompts, summary, token_spans
 from surgery.probes.question import Question
 
-PLACES = ("query", "evidence", "spans", "elsewhere", "everywhere")
-
 
 @dataclass(frozen=True)
 class Encoded:

@@ -135,7 +135,7 @@ def is_held_out(text: str) -> bool:
     return zlib.crc32(text.encode()) % 8 == 0
 
 
-def document(rng: random.Random, *, held_out: bool, sentences: int = 12, facts_share: float = 0.5) -> str:
+def document(rng: random.Random, *, held_out: bool, sentences: int = 12) -> str:
     """A document of sentences, joined by spaces.
 
     One for training mixes narrative sentences with facts in their training templates. A held-out one is made of narrative
@@ -143,7 +143,7 @@ def document(rng: random.Random, *, held_out: bool, sentences: int = 12, facts_s
     """
     told = []
     for _ in range(sentences):
-        if rng.random() < facts_share:
+        if rng.random() < 0.5:
             fact = rng.choice(facts())
             told.append(f"{fact.prompt(rng.choice(fact.templates(held_out)))} {fact.value}.")
             continue

@@ -62,7 +62,7 @@ def check_probe(name: str) -> str:
 
 
 def _check_known(name: str, kind: str, known: dict[str, str], key: str = "") -> None:
-    if known and name not in known:
+    if name not in known:
         raise ValueError(f"{key}there is no {kind} '{name}'{did_you_mean(name, known)}; `surgery list {kind}s` has them")
 
 
@@ -142,16 +142,12 @@ class Data(Record):
     """The field of a document that holds its text."""
     facts: str = TOY
     """Facts that are asked: toy (the built-in toy data), capitals (real ones), or a .jsonl file."""
-    skills: Annotated[Literal["auto"] | Names, AUTO] = "auto"
-    """Probes of skills that an edit must not cost. auto: knowledge and multiple choice. []: none."""
+    skills: Annotated[
+        Literal["auto"] | Annotated[tuple[Literal["choice", "knowledge"], ...], BeforeValidator(_several)], AUTO
+    ] = "auto"
+    """Skills that an edit must not cost: choice (multiple choice) and knowledge (facts). auto: both. []: none."""
     rare: Weight = 10.0
     """Repeated rare bigrams: how often, per million tokens of train_text, such a bigram may occur."""
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        for skill in () if self.skills == "auto" else self.skills:
-            _check_known(skill, "probe", list_modules("probes", "PROBE"), "skills: ")
-        return self
 
 
 class Examples(Record):
@@ -223,7 +219,7 @@ class Tune(Record):
     """Weight of the loss on repeated rare bigrams of the text: tokens that complete a bigram seen before in their document and
     rare in data.train_text."""
     learning_rate: Annotated[Number, Field(gt=0, le=1e6)] = 3e-3
-    """The largest learning rate; after the warm-up it falls to 0 along a cosine."""
+    """The largest learning rate; after the warm-up it falls to 0 along a cosine, where steps is auto once the loss is flat."""
     warmup_steps: Annotated[int, Field(ge=0, le=10**9, strict=True)] = 10
     """Steps over which the learning rate rises."""
     save_steps: Count = 50
@@ -247,6 +243,8 @@ class Tune(Record):
             raise ValueError("gradient_accumulation_steps: is more than batch_size")
         if self.bigram_weight and not self.text_batch_size:
             raise ValueError("bigram_weight: bigrams are found in text, and text_batch_size is 0")
+        if self.steps == "auto" and not self.examples:
+            raise ValueError("steps: auto asks for the loss on examples, and there are none; give a number")
         if not (self.examples or self.bigram_weight):
             raise ValueError("examples: is empty, so that nothing teaches retrieval; set bigram_weight, or leave examples out")
         return self
@@ -317,6 +315,12 @@ class Recipe(Record):
     bench: Bench = Bench()
     """Section bench: what models are measured on."""
 
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if "adapters" in self.bench.controls and self.tune.lora is None:
+            raise ValueError("bench.controls: adapters are those of tune.lora, and there are none")
+        return self
+
     def public(self) -> dict[str, Any]:
         """The recipe as records hold it: names of files without the folders they lie in."""
 
@@ -337,8 +341,10 @@ class Recipe(Record):
     def data_files(self) -> list[Path]:
         """The texts, facts and questions that are read; their contents are part of the settings."""
         options = [self.locate.options, *(entry.options for entry in self.tune.examples)]
-        values = [value for each in options for value in each.values() if isinstance(value, str)]
+        given = [value for each in options for value in each.values()]
+        values = [each for value in given for each in (value if isinstance(value, list | tuple) else [value])]
         names = [*self.data.train_text, self.data.held_out_text, self.data.facts, *values]
+        names = [name for name in names if isinstance(name, str) and name not in (TOY, "capitals")]
         return sorted({Path(name) for name in names if Path(name).exists()})
 
 
@@ -381,8 +387,8 @@ def _section_in(annotation: Any) -> type[Record] | None:
     return None
 
 
-def read_recipe(path: str | Path | None, settings: Sequence[str] = (), **fixed: Any) -> Recipe:
-    """Read a recipe, change it by `key=value` settings (dotted keys, values in YAML), and fix some of its fields.
+def read_recipe(path: str | Path | None, settings: Sequence[str] = (), model: str | None = None) -> Recipe:
+    """Read a recipe, change it by `key=value` settings (dotted keys, values in YAML), and its model.
 
     Raises UserError, in one line, for a file that is no recipe and for settings that do not fit.
     """
@@ -390,7 +396,7 @@ def read_recipe(path: str | Path | None, settings: Sequence[str] = (), **fixed: 
     if not isinstance(tree, dict):
         raise UserError(f"{path} is no recipe: it holds no keys")
     tree = apply_settings(tree, settings)
-    return make_recipe(tree | {key: value for key, value in fixed.items() if value is not None}, str(path or "--set"))
+    return make_recipe(tree if model is None else tree | {"model": model}, str(path or "--set"))
 
 
 def make_recipe(tree: dict[str, Any], source: str) -> Recipe:

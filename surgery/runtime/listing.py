@@ -28,10 +28,7 @@ def list_table(file: str, table: str) -> dict[str, str]:
     file: inside this package, e.g. "evaluation/suites.py". A value that is a text is itself the line, as is the first text of
     a call; the name of a function or class is described by its docstring.
     """
-    path = PACKAGE / file
-    if not path.exists():
-        return {}
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree = ast.parse((PACKAGE / file).read_text(encoding="utf-8"))
     about = {
         node.name: (ast.get_docstring(node) or "").partition("\n")[0]
         for node in tree.body

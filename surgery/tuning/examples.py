@@ -141,7 +141,7 @@ class ExampleSource:
         if not has_evidence:
             raise UserError("tune.hints: no probe of tune.examples says where its answers are; kv, mqar and needle do")
 
-    def step(self, step: int, size: int | None = None) -> Part:
+    def step(self, step: int) -> Part:
         """The examples of one step: of one entry, with the same numbers drawn from its ranges."""
         rng = random.Random(f"examples {self.seed} {step}")
         entries = self.options.examples
@@ -151,7 +151,7 @@ class ExampleSource:
             name: (rng.uniform if name in between else rng.randint)(*value) if isinstance(value, list | tuple) else value
             for name, value in entry.options.items()
         }
-        count = self.options.batch_size if size is None else size
+        count = self.options.batch_size
         if entry.probe == "kv":
             queries = entry.queries or QUERIES
             options = {name: drawn[name] for name in ("between", "joint") if name in drawn}
@@ -247,4 +247,4 @@ class Batches:
 def data_skills(data: Data) -> list[tuple[str, dict[str, Any]]]:
     """The probes of data.skills with their options."""
     names = ("choice", "knowledge") if data.skills == "auto" else data.skills
-    return [(name, {"source": data.facts} if name in ("choice", "knowledge") else {}) for name in names]
+    return [(name, {"source": data.facts}) for name in names]

@@ -5,7 +5,7 @@ import torch
 
 from surgery.errors import UserError
 from surgery.probes import make_probe
-from surgery.probes.encoded import PLACES, encode
+from surgery.probes.encoded import encode
 from surgery.probes.question import Question
 from surgery.probes.scoring import answer, logits_at_points
 from surgery.probes.toy_tokenizer import build_tokenizer
@@ -84,7 +84,7 @@ def test_places_divide_the_tokens():
     encoded = encode(
         TOKENIZER, [*make_probe("kv", pairs=5).questions(3, 1), *make_probe("kv", pairs=4, between=5).questions(2, 1)]
     )
-    masks = {place: encoded.mask(place) for place in PLACES}
+    masks = {place: encoded.mask(place) for place in ("query", "evidence", "spans", "elsewhere", "everywhere")}
     assert torch.equal(masks["query"].int() + masks["spans"].int() + masks["elsewhere"].int(), masks["everywhere"].int())
     assert not (masks["evidence"] & ~masks["spans"]).any()
     assert masks["everywhere"].sum(1).tolist() == [len(row) for row in encoded.rows]
