@@ -1,7 +1,7 @@
 """What the language models of all hybrids have in common, whatever their mixers are."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,8 +91,8 @@ class GraftedModel:
     @contextmanager
     def disable_grafts(self: Any) -> Iterator[None]:
         """`with hybrid.disable_grafts(): ...`: meanwhile the hybrid computes what its base computes, bit for bit. Grafts that
-        the base brought ("of_base" in their entries) stay. A cache that is filled meanwhile holds no keys, and is refused
-        afterwards."""
+        the base brought ("of_base" in their entries) stay. A cache that is begun meanwhile holds no keys, and is
+        refused afterwards."""
         grafted = self.own_mixers()
         before = [m.graft_enabled for m in grafted]
         try:
@@ -110,10 +110,16 @@ class GraftedModel:
         if not isinstance(cache, Cache) or not self.config.grafts:
             return cache
         make_room(cache, layers, len(self.config.grafts), length)
-        read = any(getattr(layer, "has_previous_state", {}).get(0) for layer in cache.layers[:layers])
-        if read and not cache.layers[layers].is_initialized and self.mixer_at(self.config.grafts[0]["layer"]).graft_enabled:
-            raise ValueError("the cache was filled without the grafts, by the base or within disable_grafts(): begin a new one")
+        for index, entry in enumerate(self.config.grafts):
+            without = not cache.layers[layers + 2 * index].is_initialized and self.mixer_at(entry["layer"]).graft_enabled
+            if without and self.has_read(cache):
+                raise ValueError("the cache was begun without the grafts, by the base or in disable_grafts(): use a new one")
         return cache
+
+    def has_read(self: Any, cache: Cache) -> bool:
+        """Whether the base's layers have: the grafts' have not within disable_grafts()."""
+        layers = cache.layers[: self.config.num_hidden_layers]
+        return any(getattr(layer, "has_previous_state", {}).get(0) for layer in layers)
 
     @classmethod
     def is_custom_code(cls) -> bool:
@@ -158,21 +164,24 @@ class HybridLanguageModel(GraftedModel):
         what = f"attention at {sites}" if sites else "no grafts"
         return f"<{type(self).__name__}: {what}; print(model.base_model) shows its modules>"
 
-    def prepare_inputs_for_generation(self: Any, input_ids: Tensor, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def prepare_inputs_for_generation(
+        self: Any, input_ids: Tensor, *args: Any, inputs_embeds: Tensor | None = None, **kwargs: Any
+    ) -> dict[str, Any]:
         """As in transformers, but the mask stays, and a text that an earlier turn's cache holds the beginning of is not read
         again: its new tokens are. Where only the new tokens are given, and are more than the cache holds, a mask of the whole
-        text has to say so."""
+        text has to say so. transformers looks for inputs_embeds among the names."""
         cache = one_cache(kwargs.get("cache_params"), kwargs.get("past_key_values"))
-        mask, embedded = kwargs.get("attention_mask"), kwargs.get("inputs_embeds")
+        mask = kwargs.get("attention_mask")
         if kwargs.get("is_first_iteration") and kwargs.get("next_sequence_length") is None and cache:
-            whole = (input_ids if embedded is None else embedded).shape[1]
-            try:
+            whole, seen = (input_ids if inputs_embeds is None else inputs_embeds).shape[1], 0
+            with suppress(ValueError):  # none of its layers counts, in a pure SSM without grafts
                 seen = int(cache.get_seq_length())
-            except ValueError:  # none of its layers counts, in a pure SSM without grafts: what `generate` has noted, or 0
-                seen = getattr(cache, "tokens_read", 0) if cache.has_previous_state() else 0
+            if not seen and self.has_read(cache):
+                seen = getattr(cache, "tokens_read", 0)  # what `generate` has noted
             told = kwargs.get("position_ids") if mask is None else mask  # `generate` drops a mask without pads
             if 0 < seen < whole and (told is None or told.shape[-1] == whole):
                 kwargs["next_sequence_length"] = whole - seen
+        kwargs["inputs_embeds"] = inputs_embeds
         inputs = super().prepare_inputs_for_generation(input_ids, *args, **kwargs)  # type: ignore[misc]
         if mask is not None and inputs.get("attention_mask") is None:
             inputs["attention_mask"] = mask

@@ -14,6 +14,7 @@ from transformers.masking_utils import create_recurrent_attention_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import slice_logits_to_keep
 from transformers.models.mamba2.modeling_mamba2 import Mamba2CausalLMOutput, Mamba2Output
+from transformers.utils import is_tracing
 
 from .graft import is_plain
 from .hybrid import GraftedModel, HybridLanguageModel, one_cache, refuse_unknown
@@ -86,6 +87,9 @@ class HybridBackbone(GraftedModel):
             cache = DynamicCache(config=config)
         cache = self.with_room(cache)
         mask = create_recurrent_attention_mask(config, hidden, attention_mask, past_key_values=cache)
+        if hidden.shape[1] == 1 and attention_mask is not None and not is_tracing(attention_mask):
+            last = attention_mask[:, -1:]  # of a token alone transformers gives no mask
+            mask = mask if bool(last.all()) else last
         with_states = config.output_hidden_states if output_hidden_states is None else output_hidden_states
         states = []
         for block in self.layers:

@@ -78,7 +78,7 @@ def load(
         if (folder / PATCH).is_file():
             from surgery.exporting.patch import join_patch  # which imports this module
 
-            model, words = join_patch(folder, dtype="stored", device=device)
+            model, words = join_patch(folder, device=device)
         else:
             model = open_folder(folder, DTYPES.get(dtype), target, device == "auto", trust_remote_code)
         model = model.eval()
@@ -134,7 +134,7 @@ def open_folder(folder: Path, dtype: torch.dtype | None, device: str, spread: bo
     grafts = getattr(model.config, "grafts", None) or []
     if not (folder / PLAN).exists():  # whole layers of attention that the base was trained with, as mamba2attn-2.7b has them
         for entry in (each for each in grafts if each.get("kind") == "layer"):
-            entry["of_base"] = True
+            entry.setdefault("of_base", True)
     if any(not entry.get("of_base") for entry in grafts):  # the base of a hybrid is frozen
         own = set(model.graft_parameters())
         for name, parameter in model.named_parameters():

@@ -52,7 +52,7 @@ def layer_starts(hidden_size: int, plan: Plan, donor: Any = None) -> dict[int, L
 
 def describe_layer(heads: int, groups: int, width: int, **more: Any) -> dict[str, Any]:
     """An entry of `grafts` (modeling/layer_graft.py) without its layer: plain attention, unless `more` says otherwise."""
-    plain = {"scale": width**-0.5, "rope": None, "qk_norm": None, "conv": 0, "bias": []}
+    plain = {"scale": width**-0.5, "rope": None, "qk_norm": None, "conv": 0, "bias": [], "of_base": False}
     return {"kind": "layer", "num_heads": heads, "num_key_value_heads": groups, "head_dim": width, **plain, **more}
 
 

@@ -202,6 +202,16 @@ def test_a_second_turn_goes_on(name: str, argument: str, masked: bool) -> None:
     assert_same(reply.logits[0], logits(hybrid, text)[:, -1], 1e-5)  # generate gives them in float32
 
 
+def test_a_second_turn_without_grafts_goes_on() -> None:
+    hybrid = make_hybrid("mamba2")
+    with hybrid.disable_grafts():
+        turn = hybrid.generate(make_rows(1), return_dict_in_generate=True, **GENERATE)
+        text = torch.cat([turn.sequences, make_rows(1, 4, seed=9)], 1)
+        given = {"attention_mask": torch.ones_like(text), **GENERATE}
+        again = hybrid.generate(text, past_key_values=turn.past_key_values, **given)
+        assert torch.equal(again, hybrid.generate(text, **given))
+
+
 @FAMILIES
 def test_only_new_tokens_with_a_cache(name: str) -> None:
     hybrid, ids = make_hybrid(name), make_rows(1)
@@ -250,6 +260,17 @@ def test_inputs_as_embeddings_and_hidden_states(name: str) -> None:
         read = hybrid(inputs_embeds=embedded, use_cache=False, output_hidden_states=True, logits_to_keep=2)
     assert_same(read.logits, logits(hybrid, ids)[:, -2:])
     assert len(read.hidden_states) == 3
+    assert torch.equal(hybrid.generate(inputs_embeds=embedded, **GENERATE), hybrid.generate(ids, **GENERATE)[:, 23:])
+
+
+@FAMILIES
+def test_a_pad_that_is_read_alone_changes_nothing(name: str) -> None:
+    hybrid, ids, mask = make_hybrid(name), make_rows(1), torch.ones(1, 24, dtype=torch.long)
+    cache = DynamicCache(config=hybrid.config)
+    mask[0, 22] = 0
+    for part, end in ((ids[:, :22], 22), (ids[:, :1], 23), (ids[:, 22:], 24)):  # the second one is padding
+        last = logits(hybrid, part, attention_mask=mask[:, :end], cache_params=cache, use_cache=True)
+    assert_same(last, logits(hybrid, ids)[:, -1:])
 
 
 @FAMILIES

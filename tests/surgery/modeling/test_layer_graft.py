@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from surgery.errors import UserError
 from surgery.models.digests import fingerprint
+from surgery.models.load import open_folder
 from surgery.records.plan import Plan
 from surgery.splicing import splice as splicing
 from surgery.splicing.donor import LayerStart, describe_layer
@@ -95,6 +96,7 @@ def test_saved_and_loaded_is_live(name: str, full: None, tmp_path: Any) -> None:
         pass
     with pytest.raises(UserError, match="load the base"):
         unsplice(loaded)
+    assert set(open_folder(tmp_path, None, "cpu", False, False).graft_parameters()) == set(hybrid.graft_parameters())
 
 
 def test_heads_beside_a_layer_of_the_base() -> None:
@@ -106,6 +108,9 @@ def test_heads_beside_a_layer_of_the_base() -> None:
     assert all(".layers.0." in key for key in hybrid.graft_parameters())
     with hybrid.disable_grafts():
         assert torch.equal(logits(hybrid, ids), before)
+        cache = hybrid(ids, use_cache=True).cache_params
+    with pytest.raises(ValueError, match="cache"):  # which holds the keys of the layer, and not of the head
+        hybrid(ids, cache_params=cache)
     restored = unsplice(hybrid)
     assert torch.equal(logits(restored, ids), before)
     unsplice(restored)  # and the layer graft can still be taken out
