@@ -17,7 +17,7 @@ from torch import Tensor
 
 from surgery.kernels.attention_triton import attend_triton, not_for_triton
 from surgery.kernels.choose import Backend, Operation
-from surgery.kernels.functions import in_forward_mode, on_gpu
+from surgery.kernels.functions import in_forward_mode, on_gpu, own_precision
 from surgery.kernels.ssd import outside_is_zero
 
 QUERIES = 256  # whose scores `plain` holds at once
@@ -48,6 +48,20 @@ def attend(
         return v.new_zeros(*q.shape[:3], v.shape[-1]), v.new_ones(q.shape[:3], dtype=work)
     if bias is not None and mask is not None:
         bias, mask = bias.masked_fill(~mask[:, None], -torch.inf), None
+    with own_precision(q):
+        return _attend(q, k, v, bias, null, mask, packing, backend)
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    null: Tensor | None,
+    mask: Tensor | None,
+    packing: Any,
+    backend: str | None,
+) -> tuple[Tensor, Tensor]:
     if packing is None:
         y, m = ATTEND(q, k, v, bias, null, mask, None, backend=backend)
     elif on_gpu(q) and ATTEND.takes_packed(q, k, v, bias, null, mask, packing.seq_idx, backend=backend):
@@ -84,7 +98,7 @@ def attend_plain(
     for start in range(0, t, QUERIES):
         stop = min(start + QUERIES, t)
         seen = s - t + stop  # keys after those are not seen by any of these queries
-        scores = (q[:, :, start:stop] @ k[:, :, :seen].mT).to(work)
+        scores = q[:, :, start:stop].to(work) @ k[:, :, :seen].to(work).mT
         scores = scores if bias is None else scores + bias[:, :, None, :seen].to(work)
         if stop - start > 1:
             later = torch.ones(stop - start, seen, dtype=torch.bool, device=q.device).triu(seen - stop + start + 1)

@@ -30,6 +30,7 @@ from surgery.kernels.operators import Likeness, Operator
 
 SHORT = 80  # tokens of an example: more than a block of most kernels
 SMALL = {"b": 2, "t": 40, "s": 40, "h": 4, "g": 1, "p": 16, "n": 16, "d": 24, "c": 16, "w": 24}
+MODULES = ("attention", "conv", "selective", "ssd")  # that define operations
 GPU = torch.OutOfMemoryError  # says nothing about a backend: the call was too large
 
 
@@ -256,7 +257,13 @@ def parse_requests(text: str) -> dict[str, str]:
     pairs = [item.split("=", 1) for item in text.split(",") if item.strip()]
     if any(len(pair) != 2 or not pair[1].strip() for pair in pairs):
         raise KernelError("SURGERY_KERNELS must read operation=backend[,operation=backend...]")
-    return {operation.strip(): name.strip() for operation, name in pairs}
+    asked = {operation.strip(): name.strip() for operation, name in pairs}
+    for module in MODULES:
+        import_module(f"surgery.kernels.{module}")
+    if unknown := sorted(asked.keys() - Operation.registry.keys()):
+        known = ", ".join(sorted(Operation.registry))
+        raise KernelError(f"SURGERY_KERNELS: there is no operation '{unknown[0]}'; there are {known}")
+    return asked
 
 
 def import_alone(name: str) -> Any:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from surgery.kernels.functions import on_gpu, result_dtype
+from surgery.kernels.functions import on_gpu, own_precision, result_dtype
 
 CHUNK = 16  # tokens: a CPU spends least on chunks of this length, and with a decay for every channel a GPU as well
 CHUNK_ON_GPU = 64
@@ -47,6 +47,13 @@ def delta_rule(
     """
     if packing is not None:
         return packing.apply(lambda *rows: delta_rule(*rows)[0], q, k, v, log_decay, beta), None
+    with own_precision(v):
+        return _delta_rule(q, k, v, log_decay, beta, initial_state)
+
+
+def _delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, initial_state: Tensor | None
+) -> tuple[Tensor, Tensor]:
     (b, t, h, p), (g, n), work = v.shape, k.shape[2:], torch.promote_types(v.dtype, torch.float32)
     state = v.new_zeros(b, h, n, p, dtype=work) if initial_state is None else initial_state.to(work)
     if not v.numel():
@@ -102,12 +109,12 @@ def _faded(keys: Tensor, queries: Tensor, decay: Tensor) -> Tensor:
 def delta_step(state: Tensor, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor) -> Tensor:
     """One token. Updates `state` (b, h, n, p) in place and returns y (b, h, p); q and k (b, g, n), v (b, h, p), log_decay (b,
     h) or (b, h, n), beta (b, h)."""
-    heads, work = v.shape[1], torch.promote_types(v.dtype, torch.float32)
-    n = k.shape[-1]
+    heads, n, work = v.shape[1], k.shape[-1], torch.promote_types(v.dtype, torch.float32)
     log_decay = log_decay[..., None] if log_decay.dim() == beta.dim() else log_decay
     q, k = (unit(m).to(work).repeat_interleave(heads // m.shape[1], dim=1) for m in (q, k))
     kept = state.to(work) * log_decay.to(work).exp()[..., None]
-    change = (v.to(work) - (k[:, :, None] @ kept)[:, :, 0]) * beta.to(work)[..., None]
-    new = kept + k[..., None] * change[:, :, None]
-    state.copy_(new)
-    return ((q[:, :, None] @ new)[:, :, 0] * n**-0.5).to(result_dtype(v))
+    with own_precision(v):
+        change = (v.to(work) - (k[:, :, None] @ kept)[:, :, 0]) * beta.to(work)[..., None]
+        new = kept + k[..., None] * change[:, :, None]
+        state.copy_(new)
+        return ((q[:, :, None] @ new)[:, :, 0] * n**-0.5).to(result_dtype(v))

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .reference import at_least_float32, result_dtype
+from .reference import at_least_float32, own_precision, result_dtype
 
 CHUNK = 16  # tokens that are solved for at once
 EPS = 1e-6  # of the squared length of queries and keys, as in transformers
@@ -28,6 +28,7 @@ def unit(m: Tensor) -> Tensor:
     return m * torch.rsqrt((m * m).sum(-1, keepdim=True) + EPS)
 
 
+@own_precision
 def delta_rule(
     q: Tensor,
     k: Tensor,

@@ -74,6 +74,10 @@ def test_precision(dtype):
     assert y.dtype == dtype
     assert distance(y, truth) < bound
     assert distance(m, share) < bound
+    with torch.autocast("cpu", torch.bfloat16):
+        assert all(torch.equal(*pair) for pair in zip(attend(*args), (y, m), strict=True))
+    last, _ = attend(*(each[:, :, -1:] if i == 0 else each for i, each in enumerate(args)))
+    assert distance(last, truth[:, :, -1:]) < bound
 
 
 def test_an_empty_batch_has_its_shape():

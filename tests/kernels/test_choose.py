@@ -119,6 +119,9 @@ def test_one_that_was_asked_for_serves_or_says_why(monkeypatch):
     monkeypatch.setenv("SURGERY_KERNELS", "ssd_scan=nothing")
     with pytest.raises(KernelError, match="nothing"):
         ssd_scan(*args)
+    monkeypatch.setenv("SURGERY_KERNELS", "ssd_stp=torch")
+    with pytest.raises(KernelError, match="no operation 'ssd_stp'"):
+        ssd_scan(*args)
     monkeypatch.setenv("SURGERY_KERNELS", "ssd_scan=chunked")
     y, _ = ssd_scan(*args)
     assert distance(y, ssd_scan(*args, backend="native")[0]) < 2e-6

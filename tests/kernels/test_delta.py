@@ -41,6 +41,8 @@ def test_precision(by_channel, dtype):
     y, _ = delta_rule(*args)
     truth, _ = delta_rule(*(m.double() for m in args))
     assert distance(y, truth) < (2e-6 if dtype == torch.float32 else 1e-2)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(delta_rule(*args)[0], y)
 
 
 def test_packed_documents_do_not_see_each_other():
