@@ -72,7 +72,7 @@ def main() -> None:
         sys.path.append(str(Path(__file__).resolve().parents[2]))
         from surgery.exporting.patch import join_patch
 
-        model, tokenizer = join_patch(request["folder"], request["base"], dtype="stored")
+        model, tokenizer = join_patch(request["folder"], request["base"])
     else:
         sys.modules["surgery"] = None  # type: ignore[assignment]  # imports of it fail
         model = AutoModelForCausalLM.from_pretrained(request["folder"], trust_remote_code=True, dtype="auto")

@@ -22,10 +22,10 @@ from surgery.errors import UserError
 from surgery.exporting.origin import Origin, find_origin
 from surgery.exporting.tokenizer import save_tokenizer
 from surgery.modeling import family_of
-from surgery.models.load import load
+from surgery.models.load import load, one_line, read_tokenizer
 from surgery.records.record import Record
 from surgery.runtime.files import file_digest
-from surgery.splicing.splice import adopt
+from surgery.splicing.splice import adopt, contain, sample
 
 RECORD, WEIGHTS = "patch.json", "patch.safetensors"
 # Fields of a configuration that differ though the model does not, or that name code.
@@ -88,19 +88,17 @@ def write_patch(
     config.to_json_file(folder / "config.json")
 
 
-def join_patch(folder: str | Path, base: str | Path | None = None, **options: Any) -> tuple[PreTrainedModel, Any]:
-    """(the hybrid of a patch and its base, the tokenizer). base: where the base is, if not where the patch says. options: of
+def join_patch(folder: str | Path, base: str | Path | None = None, device: str = "auto") -> tuple[PreTrainedModel, Any]:
+    """(the hybrid of a patch and its base, the tokenizer). base: where the base is, if not where the patch says. device: of
     load(). Raises UserError if the patch is damaged or belongs to another base."""
     folder = Path(folder)
     patch = Patch.read(folder / RECORD)
     place = patch.base.place(folder) if base is None else base
     if not patch.base.hub and not Path(place).is_dir():
         raise UserError(f"{folder} is a patch on {patch.base.name}, which is not here; say where its base is (--base)")
-    original, tokenizer = load(place, **options)
+    original, tokenizer = load(place, dtype="stored", device=device)
     if (folder / "tokenizer_config.json").exists():
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer = read_tokenizer(folder)
     path = folder / WEIGHTS
     try:
         if file_digest(path) != patch.weights:
@@ -125,27 +123,27 @@ def _join(patch: Patch, weights: dict[str, Tensor], original: PreTrainedModel, f
     family = family_of(original.config)
     if family is None:
         raise UserError(f"a {original.config.model_type} cannot be grafted, so {folder} is no patch for it")
-    config = copy.deepcopy(adopt(original).config)
+    base = adopt(original.to(getattr(torch, patch.dtype)))
+    config = copy.deepcopy(base.config)
     for name, value in patch.config.items():
         setattr(config, name, value)
-    config.grafts = patch.grafts
-    dtype = getattr(torch, patch.dtype)
-    with torch.device("meta"):
-        hybrid = family.hybrid(config)
-    values = original.to(dtype).state_dict() | weights
-    state = hybrid.state_dict()
-    if wrong := sorted(name for name, tensor in state.items() if name not in values or values[name].shape != tensor.shape):
-        raise UserError(f"{folder / WEIGHTS} does not fit {RECORD}: the tensor '{wrong[0]}' is missing or has another shape")
-    if strays := sorted(weights.keys() - state.keys()):
-        raise UserError(f"{folder / WEIGHTS} holds a tensor that the hybrid has no place for, '{strays[0]}'")
-    hybrid.load_state_dict({name: values[name] for name in state}, assign=True)
-    buffers = dict(original.named_buffers())
-    for name, buffer in list(hybrid.named_buffers()):  # those that no checkpoint holds
-        if buffer.is_meta:
-            owner, _, leaf = name.rpartition(".")
-            hybrid.get_submodule(owner).register_buffer(leaf, buffers[name], persistent=False)
+    hybrid = contain(base, family.hybrid, config)
+    hybrid.base_sample = sample(base)
+    mixers = {entry["layer"]: hybrid.mixer_at(entry["layer"]) for entry in patch.grafts}
+    hybrid.config.grafts = patch.grafts
+    hybrid.put_grafts()
+    for layer, mixer in mixers.items():
+        if (graft := hybrid.mixer_at(layer)) is not mixer:  # of a whole layer
+            graft.replaced = [mixer]
+    try:
+        missing, strays = hybrid.load_state_dict(weights, strict=False, assign=True)
+    except RuntimeError as error:  # of another shape
+        raise UserError(f"{folder / WEIGHTS} does not fit {RECORD}: {one_line(error)}") from error
+    if missing := sorted(name for name in missing if ".graft." in name):
+        raise UserError(f"{folder / WEIGHTS} does not fit {RECORD}: the tensor '{missing[0]}' is missing")
+    if strays:
+        raise UserError(f"{folder / WEIGHTS} holds a tensor that the hybrid has no place for, '{min(strays)}'")
     hybrid.tie_weights()
-    hybrid.generation_config = original.generation_config
     for name, parameter in hybrid.named_parameters():
         parameter.requires_grad_(".graft." in name)
     return hybrid.eval()

@@ -1,5 +1,6 @@
 """Publishing: an export goes to the Hub as it was verified, in one commit; by default it is only shown what would go."""
 
+import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,9 @@ from surgery.runtime.files import write_text
 from surgery.runtime.progress import say
 
 CARD = "README.md"
-WEIGHTS = ["model*.safetensors", "model*.safetensors.index.json", "pytorch_model*", "patch.safetensors", "patch.json", "*.py"]
+# Of an earlier export in the same repository, which this one may not have.
+WEIGHTS = ["model*.safetensors", "model*.safetensors.index.json", "pytorch_model*", "*.gguf", "patch.safetensors", "*.py"]
+WEIGHTS += ["patch.json", "plan.json", "report.json"]
 
 
 @dataclass(frozen=True)
@@ -82,11 +85,13 @@ def _papers(folder: Path, record: Export, repo: str) -> dict[str, str]:
     record = record.model_copy(update={"base": record.base.model_copy(update={"path": None})})
     plan = Plan.read(folder / PLAN) if (folder / PLAN).exists() else None
     report = Report.read(folder / REPORT) if (folder / REPORT).exists() else None
-    made = {RECORD: record.text(), CARD: render_card(record, repo, plan, report)}
+    made = {}
     if (folder / PATCH).exists():
         patch: dict[str, Any] = json.loads((folder / PATCH).read_text(encoding="utf-8"))
         made[PATCH] = json.dumps(patch | {"base": patch["base"] | {"path": None}}, indent=2) + "\n"
-    return made
+        digest = hashlib.sha256(made[PATCH].encode()).hexdigest()
+        record = record.model_copy(update={"files": record.files | {PATCH: digest}})
+    return made | {RECORD: record.text(), CARD: render_card(record, repo, plan, report)}
 
 
 def _send(folder: Path, record: Export, made: dict[str, str], repo: str, private: bool, overwrite: bool) -> str:

@@ -48,6 +48,8 @@ def function_of(config: Any) -> dict[str, Any]:
         fields.pop("layer_types", None)  # what caches of some models hold, which no configuration says otherwise
     family = family_of(config)
     fields["base"] = config.model_type if family is None else family.model_type
+    if fields["base"] in ("nemotron_h", "zamba2"):  # which clamp every time step by it
+        fields["time_step_min"] = config.time_step_min
     grafts = sorted(getattr(config, "grafts", None) or [], key=lambda entry: entry["layer"])
     if grafts:
         fields["grafts"] = [

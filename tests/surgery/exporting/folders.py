@@ -50,7 +50,7 @@ class InProcess:
     def receive(self) -> bytes:
         request = self.request
         if request["reader"] == "surgery":
-            model, tokenizer = join_patch(request["folder"], request["base"], dtype="stored")
+            model, tokenizer = join_patch(request["folder"], request["base"])
         else:
             model, tokenizer = load(request["folder"], dtype="stored")
         sums = fresh.checksums(model)

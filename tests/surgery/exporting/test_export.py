@@ -18,6 +18,7 @@ from surgery.exporting.patch import join_patch
 from surgery.exporting.publish import check_folder, publish
 from surgery.models.digests import fingerprint
 from surgery.models.load import load
+from surgery.splicing.splice import changed_since_splice
 from tests.surgery.exporting.folders import PLAN, InProcess, hybrid_of, write_base
 from tests.surgery.modeling.bases import make_rows
 
@@ -259,6 +260,9 @@ def test_a_patch_is_its_hybrid_again(hybrid, base, tmp_path, in_process):
     assert torch.equal(joined(ids).logits, hybrid[0](ids).logits)
     assert fingerprint(joined) == fingerprint(hybrid[0])
     assert {name for name, p in joined.named_parameters() if p.requires_grad} == set(hybrid[0].graft_parameters())
+    assert changed_since_splice(joined) == []
+    joined.backbone.layers[0].mixer.out_proj.weight.data *= 2
+    assert changed_since_splice(joined) == ["backbone.layers.0.mixer.out_proj.weight"]
     size = sum(path.stat().st_size for path in (tmp_path / "patch").iterdir() if path.suffix == ".safetensors")
     assert size < 0.5 * (base / "model.safetensors").stat().st_size
 

@@ -1,5 +1,6 @@
 """Publishing with a stand-in for the Hub: what is sent is what was verified, and other people's models stay."""
 
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ import pytest
 from surgery.errors import UserError
 from surgery.exporting import export as exporting
 from surgery.exporting import publish as module
-from surgery.exporting.export import export
+from surgery.exporting.export import Export, export
 from surgery.exporting.publish import publish
 from tests.surgery.exporting.folders import PLAN, InProcess, hybrid_of, write_base
 
@@ -50,6 +51,8 @@ def test_what_is_sent_is_what_was_shown(exported, monkeypatch):
     assert done.url == "https://hub/me/hybrid"
     assert {name: len(content) for name, content in hub.sent.items()} == shown.files
     assert hub.sent["README.md"].decode() == shown.card
+    record = Export.model_validate_json(hub.sent["export.json"])
+    assert {name: sha256(hub.sent[name]).hexdigest() for name in record.files} == record.files
 
 
 def test_nothing_that_is_sent_names_a_place_on_this_machine(exported, monkeypatch):
