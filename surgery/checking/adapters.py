@@ -24,7 +24,7 @@ from safetensors import safe_open
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from surgery.checking.shrink import random_model, shrink
+from surgery.checking.shrink import first_of_each_kind, random_model, shrink
 from surgery.errors import UserError
 
 SMALL = 50_000_000  # parameters of a model that is tried itself
@@ -72,7 +72,7 @@ def check_adapters(model: PreTrainedModel | PreTrainedConfig, lora: str | Path) 
     else:
         with torch.device("meta"):
             whole = AutoModelForCausalLM.from_config(config)
-        tried = random_model(shrink(config))
+        tried = first_of_each_kind(model) if isinstance(model, PreTrainedModel) else random_model(shrink(config))
     saved = Path(lora) if (Path(lora) / "adapter_config.json").is_file() else None
     other = f"the adapter in {lora} is one of another model ({options.base_model_name_or_path})"
     if saved is not None and (reason := _misfit(whole, saved, options)):

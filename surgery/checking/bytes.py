@@ -140,7 +140,7 @@ def count_cache_bytes(source: PreTrainedConfig | PreTrainedModel, dtype: str | N
     if getattr(config, "grafts", None):
         kinds = list(range(depth))
     depth = max(kinds.index(kind) for kind in kinds) + 1
-    if config.model_type.startswith("zamba"):  # its hybrid layers share weights: a single one cannot be made
+    if config.model_type in ("zamba", "zamba2"):  # its hybrid layers share weights: a single one cannot be made
         depth = [place for place, kind in enumerate(kinds) if "hybrid" in kind][1] + 1
     model = _hollow(config, depth, wanted)
     first, second = (_measured(model, tokens, depth) for tokens in (SHORT, SHORT + 1))
@@ -213,10 +213,11 @@ def _layer(held: dict[str, Any], linear: Any) -> tuple[LayerBytes, int]:
         numbers=sum(t.numel() for t in states),
         convolution=_size(convolutions),
         taps=max((t.shape[-1] for t in convolutions), default=1),
-        token=_size(grown),
+        token=sum(t.nbytes for t in grown),
         window=None if window is None else window - 1,
     )
-    return layer, _size([value for value in held.values() if isinstance(value, Tensor)], False)
+    rest = [value for value in held.values() if isinstance(value, Tensor) and not any(value is each for each in grown)]
+    return layer, _size(rest, False)
 
 
 def _size(tensors: list[Tensor], floating: bool = True) -> int:

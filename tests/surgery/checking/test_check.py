@@ -13,6 +13,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
 from transformers import AutoConfig, DynamicCache
 
+from surgery.checking import adapters
 from surgery.checking.adapters import check_adapters
 from surgery.checking.bytes import LENGTHS, CacheBytes, LayerBytes, count_cache_bytes
 from surgery.checking.check import check, read_sizes
@@ -22,6 +23,7 @@ from surgery.checking.shrink import random_model, read_config, shrink
 from surgery.cli import app
 from surgery.errors import UserError
 from surgery.evaluation.costs import cache_bytes
+from tests.surgery.modeling import bases, stock_bases, test_layer_graft
 
 TYPES = (
     "mamba falcon_mamba mamba2 jamba bamba falcon_h1 nemotron_h granitemoehybrid zamba zamba2 qwen3_next qwen3_5_text "
@@ -156,6 +158,12 @@ def test_adapters_that_train_nothing_are_named():
     assert all(rows[name].is_wrong for name in ("dt_proj", "q_proj", "out_proj"))
 
 
+def test_an_adapter_of_grafts(monkeypatch):
+    monkeypatch.setattr(adapters, "SMALL", 0)
+    (row,) = check_adapters(bases.make_hybrid("mamba2"), "q_proj")
+    assert (row.modules, row.is_wrong) == (2, False)
+
+
 def test_an_adapter_that_covers_few_layers_and_one_of_experts():
     (row,) = check_adapters(read_config("jamba"), "q_proj")
     assert (row.layers, row.depth, row.is_wrong) == (4, 32, False)
@@ -208,6 +216,14 @@ def test_bytes_are_those_of_the_cache(name, dtype):
             output = model(input_ids=torch.zeros(2, length, dtype=torch.long), use_cache=True, **named)
         cache = cache or next(getattr(output, name) for name in CACHES if getattr(output, name, None) is not None)
         assert sizes.transformers(length, 2) == cache_bytes(cache) + held_in_modules(model)
+
+
+@pytest.mark.parametrize(("make", "name"), [(stock_bases.make_hybrid, "zamba2"), (test_layer_graft.make_hybrid, "mamba2")])
+def test_bytes_of_a_hybrid_are_those_of_its_cache(make, name):
+    hybrid = make(name).float()
+    output = hybrid(stock_bases.make_rows(2, 75), use_cache=True)
+    cache = next(getattr(output, each) for each in CACHES if getattr(output, each, None) is not None)
+    assert count_cache_bytes(hybrid).transformers(75, 2) == cache_bytes(cache)
 
 
 def write_adapter(folder, config, **options):

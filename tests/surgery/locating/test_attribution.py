@@ -1,5 +1,7 @@
 """Slopes are derivatives: of the loss by the gates of real grafts, at gate 0."""
 
+import gc
+
 import pytest
 import torch
 
@@ -72,6 +74,15 @@ def test_the_base_is_asked_in_the_same_pass():
     logits = logits_at_points(base, encoded)
     torch.testing.assert_close(torch.from_numpy(found.loss).float(), encoded.loss(logits).detach().float())
     assert (torch.from_numpy(found.correct) == encoded.correct(logits)).all()
+
+
+def test_nothing_of_a_pass_stays():
+    base, encoded = make("mamba2")
+    model, counts = adopt(base), []
+    for _ in range(3):
+        attribute(model, encoded)
+        counts.append(sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects()))
+    assert counts[1] == counts[2]
 
 
 def test_weights_keep_whether_they_learn():

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from surgery.errors import UserError
+from surgery.locating.attribution import graft_mixers
 from surgery.locating.locate import locate
 from surgery.locating.nulls import null_logits
 from surgery.models.load import load
@@ -70,6 +71,9 @@ def test_a_hybrid_has_heads_of_both_kinds():
     base.resize_token_embeddings(WORDS)
     ranking = locate(base, TOKENIZER, QUESTIONS, Locate(roles=0))
     assert {each.kind for each in ranking.heads} == {"ssm", "attention"}
+    hybrid = splice(base, Plan(sites=(ranking.heads[0].site,)))
+    ranking = locate(hybrid, TOKENIZER, QUESTIONS, Locate(roles=0, exact=1))
+    assert {each.site.layer for each in ranking.heads if each.gain} == set(graft_mixers(hybrid))
 
 
 def test_questions_without_spans_are_ranked_without_roles():
