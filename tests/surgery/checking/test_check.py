@@ -221,7 +221,7 @@ def test_bytes_are_those_of_the_cache(name, dtype):
 @pytest.mark.parametrize(("make", "name"), [(stock_bases.make_hybrid, "zamba2"), (test_layer_graft.make_hybrid, "mamba2")])
 def test_bytes_of_a_hybrid_are_those_of_its_cache(make, name):
     hybrid = make(name).float()
-    output = hybrid(stock_bases.make_rows(2, 75), use_cache=True)
+    output = hybrid(torch.ones(2, 75, dtype=torch.long), use_cache=True)
     cache = next(getattr(output, each) for each in CACHES if getattr(output, each, None) is not None)
     assert count_cache_bytes(hybrid).transformers(75, 2) == cache_bytes(cache)
 
