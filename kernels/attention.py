@@ -16,9 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from surgery.kernels.attention_triton import attend_triton, not_for_triton
-from surgery.kernels.choose import Backend, Operation
+from surgery.kernels.choose import ON_GPU, Backend, Operation
 from surgery.kernels.functions import in_forward_mode, on_gpu, own_precision
-from surgery.kernels.ssd import outside_is_zero
 
 QUERIES = 256  # whose scores `plain` holds at once
 FEW = 16  # queries up to which `plain` is the quickest: nothing has to be padded or copied
@@ -66,7 +65,7 @@ def _attend(
         y, m = ATTEND(q, k, v, bias, null, mask, None, backend=backend)
     elif on_gpu(q) and ATTEND.takes_packed(q, k, v, bias, null, mask, packing.seq_idx, backend=backend):
         y, m = ATTEND(q, k, v, bias, null, mask, packing.seq_idx, backend=backend)
-        y, m = (outside_is_zero(each.transpose(1, 2), packing).transpose(1, 2) for each in (y, m))
+        y, m = (packing.clear(each.transpose(1, 2)).transpose(1, 2) for each in (y, m))
     else:
 
         def alone(*rows: Tensor) -> tuple[Tensor, ...]:
@@ -190,7 +189,7 @@ ATTEND = Operation(
         (q.shape[:3], torch.promote_types(v.dtype, torch.float32)),
     ],
     2,
-    Backend("triton", attend_triton, not_for_triton, device="cuda", probed=True, by_size=True, opaque=True),
+    Backend("triton", attend_triton, not_for_triton, **ON_GPU),
     Backend("sdpa", _sdpa, _not_for_sdpa),
     Backend("plain", attend_plain),
 )

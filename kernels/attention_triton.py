@@ -145,10 +145,8 @@ def _launch(kernel: Any, tokens: int, backward: bool, q, k, v, bias, null, first
     shared = _shared_memory(q.device) if on_gpu(q) else SHARED
     queries, keys, warps, stages = tile(wide, narrow, q.element_size(), shared, backward)
     block = keys if kernel is _key_kernel else queries
-    bias_strides = (0, 0) if bias is None else (bias.stride(0), bias.stride(1) if bias.shape[1] > 1 else 0)
     bias = bias if bias is None or bias.stride(2) == 1 else bias.contiguous()
-    if bias is not None:
-        bias_strides = (bias.stride(0), bias.stride(1) if bias.shape[1] > 1 else 0)
+    bias_strides = (0, 0) if bias is None else (bias.stride(0), bias.stride(1) if bias.shape[1] > 1 else 0)
     strides = [n for m in (q, k, v, rest[0]) for n in m.stride()[:3]]
     exact = "ieee" if is_exact(q) else "tf32"
     with torch.cuda.device(q.device) if on_gpu(q) else nullcontext():  # Triton launches on the current device

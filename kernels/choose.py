@@ -44,9 +44,9 @@ class Backend:
 
     run: computes, with the operation's arguments. device: the type of device that it is for, None for any. refuses: with the
     same arguments, why it cannot take such a call (one line), or None; it is asked for every call on such a device, so it has
-    to be cheap. probed: whether a trial comes first; by_size: whether there is
-    one for every size, as for what is compiled for a GPU. on_request: whether it serves only if it is asked for, because it
-    downloads. without_gradient: which of its results have none. opaque: whether torch.compile cannot look into it.
+    to be cheap. probed: whether a trial comes first; by_size: whether there is one for every size, as for what is compiled for
+    a GPU. on_request: whether it serves only if it is asked for, because it downloads. without_gradient: which of its results
+    have none. opaque: whether torch.compile cannot look into it.
     """
 
     name: str
@@ -64,6 +64,9 @@ class Backend:
         if self.device in (None, x.device.type):
             return None
         return "it runs on CUDA devices" if self.device == "cuda" else f"it runs on a {str(self.device).upper()}"
+
+
+ON_GPU: dict[str, Any] = {"device": "cuda", "probed": True, "by_size": True, "opaque": True}
 
 
 @dataclass(frozen=True)

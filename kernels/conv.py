@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from surgery.kernels.choose import Backend, Operation, hub
+from surgery.kernels.choose import ON_GPU, Backend, Operation, hub
 from surgery.kernels.functions import is_double, on_gpu
 
 
@@ -40,8 +40,7 @@ def causal_conv(
     if packing is None:
         return CAUSAL_CONV(x, weight, bias, None, t, silu, backend=backend)
     if on_gpu(x):
-        y = CAUSAL_CONV(x, weight, bias, packing.seq_idx, t, silu, backend=backend)
-        return y if packing.cu_seqlens is not None else y.masked_fill((packing.seq_idx < 0)[..., None], 0)
+        return packing.clear(CAUSAL_CONV(x, weight, bias, packing.seq_idx, t, silu, backend=backend))
     return packing.apply(lambda rows: causal_conv(rows, weight, bias, rows.shape[1], silu, backend=backend), x)
 
 
@@ -108,13 +107,7 @@ CAUSAL_CONV = Operation(
     lambda x, weight, bias, seq_idx, t, silu: [((len(x), t, x.shape[2]), x.dtype)],
     1,
     Backend(
-        "causal_conv1d",
-        partial(_by_cuda, lambda: import_module("causal_conv1d").causal_conv1d_fn),
-        _not_for_cuda,
-        device="cuda",
-        probed=True,
-        by_size=True,
-        opaque=True,
+        "causal_conv1d", partial(_by_cuda, lambda: import_module("causal_conv1d").causal_conv1d_fn), _not_for_cuda, **ON_GPU
     ),
     Backend("shifted", _shifted, _not_for_shifted, device="cpu"),  # on a GPU each of its products would be a launch
     Backend("stock", _stock, _not_for_stock),
@@ -122,11 +115,8 @@ CAUSAL_CONV = Operation(
         "hub",
         partial(_by_cuda, lambda: hub("mamba-ssm", 4).layers.causal_conv1d_fn().forward),
         _not_for_cuda,
-        device="cuda",
-        probed=True,
-        by_size=True,
         on_request=True,
-        opaque=True,
+        **ON_GPU,
     ),
     Backend("reference", _shifted),
 )

@@ -54,6 +54,11 @@ def is_double(x: Tensor, *_: object) -> str | None:
     return "it computes in float32" if x.dtype == torch.float64 else None
 
 
+def step_not_for_triton(state: Tensor, x: Tensor, *_: object) -> str | None:
+    """Why Mamba's kernels for one token do not take a call, or None."""
+    return is_double(x)
+
+
 def on_gpu(x: Tensor) -> bool:
     """Whether x is on a GPU that CUDA (or ROCm) drives."""
     return x.device.type == "cuda"

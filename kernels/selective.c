@@ -34,13 +34,6 @@ typedef struct { /* mirrored in selective_native.py. A, states and their gradien
 
 const int64_t chunk_tokens = CHUNK, group_channels = GROUP * LANES;
 
-static inline float sum_of(const vec *v) {
-    const quad *part = (const quad *)v;
-    quad sum = part[0];
-    for (int i = 1; i < LANES / 4; i++) sum += part[i];
-    return (sum[0] + sum[1]) + (sum[2] + sum[3]);
-}
-
 /* tokens x LANES channels of v into a tile; lanes from `width` on are 0 */
 static void load_tile(vec *tile, const view *v, int64_t b, int64_t t0, int64_t tokens, int64_t c0, int64_t width) {
     const float *from = v->data + b * v->batch + t0 * v->time + c0 * v->last;
@@ -271,9 +264,9 @@ static inline float step_channel(float *S, const float *A, float dt, float u, co
     vec sum = {0};
     int64_t j = 0;
     for (; j + LANES <= n; j += LANES) {
-        vec state = exp2_vec(get(A + j, LANES) * (dt * LOG2E)) * get(S + j, LANES) + u * get(B + j, LANES);
-        put(S + j, state, LANES);
-        sum += state * get(C + j, LANES);
+        vec state = exp2_vec(get(A + j) * (dt * LOG2E)) * get(S + j) + u * get(B + j);
+        put(S + j, state);
+        sum += state * get(C + j);
     }
     if (j < n) { /* a call of memcpy costs more than all of the above */
         const size_t bytes = (n - j) * sizeof(float);

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surgery.kernels.choose import Backend, Operation, hub, import_alone
-from surgery.kernels.functions import is_double, result_dtype, transformed
+from surgery.kernels.choose import ON_GPU, Backend, Operation, hub, import_alone
+from surgery.kernels.functions import is_double, result_dtype, step_not_for_triton, transformed
 from surgery.kernels.native import refuses, step_refuses
 from surgery.kernels.selective_chunked import run as run_chunked
 from surgery.kernels.selective_native import scan as native_scan
@@ -124,24 +124,13 @@ SELECTIVE_SCAN = Operation(
         "mamba_ssm",
         partial(_by_cuda, lambda: import_module("mamba_ssm.ops.selective_scan_interface")),
         _not_for_cuda,
-        device="cuda",
-        probed=True,
-        by_size=True,
-        opaque=True,
         without_gradient=(1,),
+        **ON_GPU,
     ),
     Backend("native", native_scan, refuses, probed=True, opaque=True),
     Backend("chunked", run_chunked, transformed, opaque=True),
     Backend(
-        "hub",
-        partial(_by_cuda, lambda: hub("mamba-ssm", 4)),
-        _not_for_cuda,
-        device="cuda",
-        probed=True,
-        by_size=True,
-        on_request=True,
-        opaque=True,
-        without_gradient=(1,),
+        "hub", partial(_by_cuda, lambda: hub("mamba-ssm", 4)), _not_for_cuda, on_request=True, without_gradient=(1,), **ON_GPU
     ),
     Backend("reference", _reference),
 )
@@ -170,22 +159,10 @@ SELECTIVE_STEP = Operation(
     Backend(
         "mamba_ssm",
         partial(_step_by_triton, lambda: import_alone("mamba_ssm.ops.triton.selective_state_update")),
-        lambda state, x, *rest: is_double(x),
-        device="cuda",
-        probed=True,
-        by_size=True,
-        opaque=True,
+        step_not_for_triton,
+        **ON_GPU,
     ),
     Backend("native", step, step_refuses, probed=True, opaque=True),
-    Backend(
-        "hub",
-        partial(_step_by_triton, lambda: hub("mamba-ssm", 4)),
-        lambda state, x, *rest: is_double(x),
-        device="cuda",
-        probed=True,
-        by_size=True,
-        on_request=True,
-        opaque=True,
-    ),
+    Backend("hub", partial(_step_by_triton, lambda: hub("mamba-ssm", 4)), step_not_for_triton, on_request=True, **ON_GPU),
     Backend("torch", _step),
 )

@@ -433,15 +433,12 @@ INLINE float step_row(float *s, float keep, float u, const float *B, const float
             sum[k] += new * ((const unaligned_vec *)(C + j))[k];
         }
     sum[0] += sum[1];
-    const quad *part = (const quad *)sum;
-    quad four = part[0];
-    for (int k = 1; k < LANES / 4; k++) four += part[k];
     float rest = 0;
     for (; j < n; j++) {
         s[j] = keep * s[j] + u * B[j];
         rest += s[j] * C[j];
     }
-    return (four[0] + four[1]) + (four[2] + four[3]) + rest;
+    return sum_of(sum) + rest;
 }
 
 /* `length` is 1, and the state, `final`, is changed in place. */

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surgery.kernels.choose import Backend, Operation, hub, import_alone
-from surgery.kernels.functions import is_double, is_exact, on_gpu, result_dtype, transformed
+from surgery.kernels.choose import ON_GPU, Backend, Operation, hub, import_alone
+from surgery.kernels.functions import is_double, is_exact, on_gpu, result_dtype, step_not_for_triton, transformed
 from surgery.kernels.native import step_refuses
 from surgery.kernels.ssd_chunked import chunked_scan
 from surgery.kernels.ssd_native import refuses, step
@@ -51,7 +51,7 @@ def ssd_scan(
     if packing is not None:
         call = (x, dt, A, B, C, D, None, packing.seq_idx, chunk_size)
         if on_gpu(x) and SSD_SCAN.takes_packed(*call, backend=backend):
-            return outside_is_zero(SSD_SCAN(*call, backend=backend)[0], packing), None
+            return packing.clear(SSD_SCAN(*call, backend=backend)[0]), None
         options: dict[str, Any] = {"chunk_size": chunk_size, "backend": backend}
         return packing.apply(lambda x, dt, B, C: ssd_scan(x, dt, A, B, C, D, **options)[0], x, dt, B, C), None
     if not x.numel():
@@ -76,13 +76,6 @@ def ssd_step(
     x (b, h, p); dt (b, h), ready for use; A (h,); B and C (b, g, n); D (h,).
     """
     return SSD_STEP(state, x, dt, A, B, C, D, backend=backend)
-
-
-def outside_is_zero(y: Tensor, packing: Any) -> Tensor:
-    """y (b, t, ...), 0 where no document is."""
-    if packing.cu_seqlens is not None:
-        return y
-    return y.masked_fill((packing.seq_idx < 0).view(*y.shape[:2], *[1] * (y.dim() - 2)), 0)
 
 
 def _reference(x, dt, A, B, C, D, initial_state, seq_idx, chunk_size):
@@ -126,26 +119,11 @@ SSD_SCAN = Operation(
     ],
     2,
     Backend(
-        "mamba_ssm",
-        partial(_by_triton, lambda: import_alone("mamba_ssm.ops.triton.ssd_combined")),
-        _not_for_triton,
-        device="cuda",
-        probed=True,
-        by_size=True,
-        opaque=True,
+        "mamba_ssm", partial(_by_triton, lambda: import_alone("mamba_ssm.ops.triton.ssd_combined")), _not_for_triton, **ON_GPU
     ),
     Backend("native", native_scan, refuses, probed=True, opaque=True),
     Backend("chunked", chunked_scan, _not_for_chunked, opaque=True),
-    Backend(
-        "hub",
-        partial(_by_triton, lambda: hub("mamba-ssm", 4)),
-        _not_for_triton,
-        device="cuda",
-        probed=True,
-        by_size=True,
-        on_request=True,
-        opaque=True,
-    ),
+    Backend("hub", partial(_by_triton, lambda: hub("mamba-ssm", 4)), _not_for_triton, on_request=True, **ON_GPU),
     Backend("reference", _reference),
 )
 
@@ -179,22 +157,10 @@ SSD_STEP = Operation(
     Backend(
         "mamba_ssm",
         partial(_step_by_triton, lambda: import_alone("mamba_ssm.ops.triton.selective_state_update")),
-        lambda state, x, *rest: is_double(x),
-        device="cuda",
-        probed=True,
-        by_size=True,
-        opaque=True,
+        step_not_for_triton,
+        **ON_GPU,
     ),
     Backend("native", step, step_refuses, probed=True, opaque=True),
-    Backend(
-        "hub",
-        partial(_step_by_triton, lambda: hub("mamba-ssm", 4)),
-        lambda state, x, *rest: is_double(x),
-        device="cuda",
-        probed=True,
-        by_size=True,
-        on_request=True,
-        opaque=True,
-    ),
+    Backend("hub", partial(_step_by_triton, lambda: hub("mamba-ssm", 4)), step_not_for_triton, on_request=True, **ON_GPU),
     Backend("torch", _step),
 )

@@ -31,8 +31,6 @@ class _NativeSSDScan(Workspace):
 def refuses(x, dt, A, B, C, D, initial_state, seq_idx, chunk_size) -> str | None:
     if seq_idx is not None:
         return "it takes one document a row"
-    if not x.numel():
-        return "there is nothing to compute"
     return not_here(x, dt, A, B, C, D, initial_state)
 
 

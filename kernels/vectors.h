@@ -46,18 +46,15 @@ static inline double lane_sum(vec v) { return wide_sum(widened(v, 0) + widened(v
 /* a where the mask is set, else b */
 static inline vec chosen(ivec mask, vec a, vec b) { return (vec)((mask & (ivec)a) | (~mask & (ivec)b)); }
 
-/* `count` floats, and those of `rest` if there are fewer than LANES */
-static inline vec get_or(const float *from, int64_t count, vec rest) {
-    if (count >= LANES) return *(const unaligned_vec *)from;
-    memcpy(&rest, from, count * sizeof(float));
-    return rest;
-}
+static inline vec get(const float *from) { return *(const unaligned_vec *)from; }
 
-static inline vec get(const float *from, int64_t count) { return get_or(from, count, (vec){0}); }
+static inline void put(float *to, vec v) { *(unaligned_vec *)to = v; }
 
-static inline void put(float *to, vec v, int64_t count) {
-    if (count >= LANES) *(unaligned_vec *)to = v;
-    else memcpy(to, &v, count * sizeof(float));
+static inline float sum_of(const vec *v) {
+    const quad *part = (const quad *)v;
+    quad sum = part[0];
+    for (int i = 1; i < LANES / 4; i++) sum += part[i];
+    return (sum[0] + sum[1]) + (sum[2] + sum[3]);
 }
 
 /* 2^z for z <= 0 (right up to 127, and infinite at 128): relative error 2e-7, exactly 1 at 0, exactly 0 below -127, NaN for NaN.

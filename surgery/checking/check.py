@@ -186,4 +186,6 @@ def open_model(name: str | Path, trust_remote_code: bool = False) -> PreTrainedM
         raise UserError(f"cannot load {name}: its files lack the weight '{lost[0]}'")
     if unused := sorted(loaded[1]["unexpected_keys"]):
         say(f"{name}: {len(unused)} weights of its files are not used by the model, such as '{unused[0]}'")
+    if broken := load.broken_weight(loaded[0]):  # which breaks all laws and no code
+        raise UserError(f"cannot use {name}: {broken}")
     return loaded[0].eval()

@@ -1,7 +1,6 @@
 """surgery check, and surgery doctor"""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -60,7 +59,6 @@ def check(
 
     from surgery.checking.check import check as check_state
     from surgery.checking.check import open_model, open_source
-    from surgery.models.load import broken_weight
 
     logging.disable_progress_bar()
     check_config(architecture, trust_remote_code)
@@ -83,11 +81,7 @@ def check(
         found = compare_engine(live, find_folder(model), engine, engine_python)
         shown.append((str(found), vars(found), not found.holds))
     if not shown or law or full:
-        live = None if model is None else open_model(model, trust_remote_code)
-        if live is not None and (broken := broken_weight(live)):  # which breaks all laws and no code
-            raise UserError(f"cannot use {model}: {broken}")
-        report = check_state(live, architecture=architecture, full=full, only=tuple(law), trust_remote_code=trust_remote_code)
-        report = report if model is None else replace(report, model=model)
+        report = check_state(model, architecture=architecture, full=full, only=tuple(law), trust_remote_code=trust_remote_code)
         shown.append((report.table(), json.loads(report.to_json()), bool(report.wrong)))
     told = [each for _, each, _ in shown]
     print(json.dumps(told[0] if len(told) == 1 else told, indent=2) if as_json else "\n\n".join(text for text, _, _ in shown))

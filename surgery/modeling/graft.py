@@ -116,10 +116,8 @@ class Graft(nn.Module):
         """Modules that make queries and keys of `size` channels in all."""
         self.q_proj = nn.Linear(mixer.hidden_size, size, bias=mixer.projection_bias)
         self.k_proj = nn.Linear(mixer.hidden_size, size, bias=mixer.projection_bias)
-        self.qk_conv = None
-        if (conv := getattr(mixer, "conv1d", None)) is not None:
-            taps, bias = conv.kernel_size[0], conv.bias is not None
-            self.qk_conv = nn.Conv1d(2 * size, 2 * size, taps, groups=2 * size, bias=bias, padding=taps - 1)
+        taps, bias = mixer.conv1d.kernel_size[0], mixer.conv1d.bias is not None
+        self.qk_conv = nn.Conv1d(2 * size, 2 * size, taps, groups=2 * size, bias=bias, padding=taps - 1)
 
     def queries_and_keys(
         self, mixer: Any, hidden: Tensor, streams: Streams, cache: Cache | None, mask: Tensor | None, packing: Packing | None
@@ -127,8 +125,8 @@ class Graft(nn.Module):
         """q and k (b, pairs, t, width), such that q . k is the score, sign and scale included."""
         hidden = hidden.to(self.q_proj.weight.dtype) if is_plain(self.q_proj.weight) else hidden
         qk = torch.cat([self.q_proj(hidden), self.k_proj(hidden)], dim=-1)
-        if self.qk_conv is not None:  # apart from the base's convolution: that has the same shape with a graft and without
-            qk = convolve(qk, self.qk_conv, mixer.activation, cache, mixer.cache_place, mask, packing)
+        # Apart from the base's convolution, which has the same shape with a graft and without.
+        qk = convolve(qk, self.qk_conv, mixer.activation, cache, mixer.cache_place, mask, packing)
         return self.sharpen(*mixer.prepare(*qk.unflatten(-1, (2, len(self.signs), self.width)).unbind(2)))
 
     def sharpen(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -377,12 +375,10 @@ def make_room(cache: Cache, layers: int, grafts: int, length: int | None = None)
     one for what is added to the scores of these keys. As layers of the cache they are reordered and moved as all others are.
     length: of a static cache that has no keys of its own, which does not know it. Raises ValueError for a cache that was made
     for another model."""
-    while len(cache.layers) < layers:
-        if cache.layer_class_to_replicate is None:
-            raise ValueError(
-                f"the cache has {len(cache.layers)} layers and the model {layers}: use DynamicCache(config=model.config)"
-            )
-        cache.layers.append(cache.layer_class_to_replicate())
+    if len(cache.layers) < layers:
+        raise ValueError(
+            f"the cache has {len(cache.layers)} layers and the model {layers}: use DynamicCache(config=model.config)"
+        )
     if len(cache.layers) > layers or not grafts:
         return
     length = next((layer.max_cache_len for layer in cache.layers if isinstance(layer, StaticLayer)), length)

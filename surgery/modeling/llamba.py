@@ -25,6 +25,7 @@ dt = softplus(l) and x / dt for x. With no time step to scale what is written, t
 # themselves, and config.json of 8B (the defaults below are those that Cartesia documents: 32 layers of 4096).
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -113,22 +114,6 @@ class LlambaConfig(HybridConfig, PretrainedConfig):
         """What a cache holds."""
         return ["linear_attention"] * self.num_hidden_layers
 
-    # What transformers' MLP of Llama reads.
-    @property
-    def intermediate_size(self) -> int:
-        assert self.mlp_cfg is not None
-        return self.mlp_cfg["intermediate_size"]
-
-    @property
-    def hidden_act(self) -> str:
-        assert self.mlp_cfg is not None
-        return self.mlp_cfg["act_fn"]
-
-    @property
-    def mlp_bias(self) -> bool:
-        assert self.mlp_cfg is not None
-        return self.mlp_cfg["bias"]
-
 
 class LlambaMixer(SSDMixer, nn.Module):
     """A discrete Mamba-2. Keys are B, queries C, values x; Streams.decay is softplus(l)."""
@@ -190,7 +175,9 @@ class LlambaBlock(GradientCheckpointingLayer):
         self.mixer = LlambaMixer(config, layer_idx)
         self.input_layernorm = Mamba2RMSNorm(config.hidden_size, eps=config.layer_norm_epsilon)
         self.post_attention_layernorm = Mamba2RMSNorm(config.hidden_size, eps=config.layer_norm_epsilon)
-        self.mlp = LlamaMLP(config)
+        mlp: Any = config.mlp_cfg
+        given = {"intermediate_size": mlp["intermediate_size"], "hidden_act": mlp["act_fn"], "mlp_bias": mlp["bias"]}
+        self.mlp = LlamaMLP(SimpleNamespace(hidden_size=config.hidden_size, **given))
 
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
         hidden_states = hidden_states + self.mixer(normed(self.input_layernorm, hidden_states), **kwargs)

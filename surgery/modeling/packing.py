@@ -6,7 +6,7 @@ each of them may begin one.
 
 Convolution, scan and attention mix tokens, and may mix those of one document only. So each document becomes a row of its own;
 documents of similar length form a group, padded on the right; and the results are put back in place. Any causal kernel can be
-used this way. Kernels that take documents in one call find them in `seq_idx` and `cu_seqlens`.
+used this way. Kernels that take documents in one call find them in `seq_idx`.
 """
 
 from collections.abc import Callable, Mapping
@@ -42,13 +42,12 @@ class Group:
 class Packing:
     """Which tokens of a batch (b, t) are which documents.
 
-    seq_idx (b, t) int32: the document of each token, counted from 0; -1 on padding. cu_seqlens (documents + 1,) int32: where
-    each begins among the b * t tokens, and their number; None where there is padding. groups: all documents, by length. places
-    (b, t): of every token, among those of all groups.
+    seq_idx (b, t) int32: the document of each token, counted from 0; -1 on padding. padded: whether there is any. groups:
+    all documents, by length. places (b, t): of every token, among those of all groups.
     """
 
     seq_idx: Tensor
-    cu_seqlens: Tensor | None
+    padded: bool
     groups: tuple[Group, ...]
     places: Tensor
 
@@ -74,8 +73,8 @@ class Packing:
             places[index[~pads]] = offset + (~pads).flatten().nonzero()[:, 0]
             offset += index.numel()
             groups.append(Group(_send(index, device), _send(pads, device) if pads.any() else None))
-        cu_seqlens = _send(bounds.int(), device) if inside.all() else None
-        return cls(_send(seq_idx.view(shape), device), cu_seqlens, tuple(groups), _send(places.view(shape), device))
+        padded = not bool(inside.all())
+        return cls(_send(seq_idx.view(shape), device), padded, tuple(groups), _send(places.view(shape), device))
 
     def apply(self, run: Callable[..., Any], *tensors: Tensor) -> Any:
         """What `run` makes of tensors (documents, longest, ...), for tensors (b, t, ...). It has to be causal. What it gives, a
@@ -92,7 +91,11 @@ class Packing:
     def _pack(self, parts: list[Tensor]) -> Tensor:
         rows = torch.cat([part.flatten(0, 1) for part in parts])
         m = rows.index_select(0, self.places.flatten()).unflatten(0, self.places.shape)
-        return m if self.cu_seqlens is not None else m.masked_fill(_like(self.seq_idx < 0, m), 0)
+        return self.clear(m)
+
+    def clear(self, m: Tensor) -> Tensor:
+        """m (b, t, ...), 0 outside of documents."""
+        return m.masked_fill(_like(self.seq_idx < 0, m), 0) if self.padded else m
 
 
 def packing_of(

@@ -14,7 +14,7 @@ from transformers.masking_utils import create_recurrent_attention_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import slice_logits_to_keep
 from transformers.models.mamba2.modeling_mamba2 import Mamba2CausalLMOutput, Mamba2Output
-from transformers.utils import is_tracing
+from transformers.utils import can_return_tuple, is_tracing
 
 from .graft import is_plain
 from .hybrid import GraftedModel, HybridLanguageModel, one_cache, refuse_unknown
@@ -58,6 +58,7 @@ class HybridBackbone(GraftedModel):
             self.put_grafts()
             self.post_init()
 
+    @can_return_tuple
     def forward(
         self: Any,
         input_ids: Tensor | None = None,
@@ -65,7 +66,6 @@ class HybridBackbone(GraftedModel):
         cache_params: Cache | None = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
-        return_dict: bool | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         past_key_values: Cache | None = None,
@@ -97,12 +97,11 @@ class HybridBackbone(GraftedModel):
             if with_states:
                 states.append(hidden)
         hidden = getattr(self, self.last_norm)(hidden)
-        output = Mamba2Output(
+        return Mamba2Output(
             last_hidden_state=hidden,
             cache_params=cache if use_cache else None,
             hidden_states=(*states, hidden) if with_states else None,
         )
-        return output if (config.return_dict if return_dict is None else return_dict) else output.to_tuple()
 
 
 class SSMLanguageModel(HybridLanguageModel):
@@ -111,6 +110,7 @@ class SSMLanguageModel(HybridLanguageModel):
     _no_split_modules: Any = ["HybridBlock"]
     cache_name = "cache_params"
 
+    @can_return_tuple
     def forward(
         self: Any,
         input_ids: Tensor | None = None,
@@ -119,7 +119,6 @@ class SSMLanguageModel(HybridLanguageModel):
         cache_params: Cache | None = None,
         labels: Tensor | None = None,
         output_hidden_states: bool | None = None,
-        return_dict: bool | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         position_ids: Tensor | None = None,
@@ -145,10 +144,7 @@ class SSMLanguageModel(HybridLanguageModel):
         if labels is not None:
             told = {name: kwargs[name] for name in OF_LOSS if name in kwargs}
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **told)
-        output = Mamba2CausalLMOutput(
-            loss=loss, logits=logits, cache_params=read.cache_params, hidden_states=read.hidden_states
-        )
-        return output if (self.config.return_dict if return_dict is None else return_dict) else output.to_tuple()
+        return Mamba2CausalLMOutput(loss=loss, logits=logits, cache_params=read.cache_params, hidden_states=read.hidden_states)
 
 
 def as_weight(x: Tensor, weight: Tensor) -> Tensor:

@@ -6,14 +6,12 @@ their mixers, which SLOTS says: another layout is one more line there.
 """
 
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any, Literal
 
 from torch import nn
 
 from surgery.errors import UserError
 from surgery.modeling.layer_graft import LayerGraftMixer
-from surgery.records.site import Site
 
 Kind = Literal["ssm", "attention"]
 
@@ -73,31 +71,6 @@ class Anatomy:
     def mixers_of(self, layer: int) -> tuple[MixerPlace, ...]:
         """The mixers of a layer."""
         return tuple(mixer for mixer in self.mixers if mixer.layer == layer)
-
-    def heads(self, layer: int) -> int:
-        """How many heads a layer has, of both kinds."""
-        return sum(mixer.heads for mixer in self.mixers_of(layer))
-
-    def mixer_of(self, site: Site) -> MixerPlace:
-        """The mixer that holds the heads of a site. Raises UserError if the model lacks it, and for heads of two mixers."""
-        for mixer in self.mixers_of(site.layer):
-            if site.heads and mixer.first <= site.heads[0] and site.heads[-1] < mixer.first + mixer.heads:
-                return mixer
-        if site.layer >= len(self.blocks):
-            shape = f"it has layers 0 to {len(self.blocks) - 1}"
-        elif not (count := self.heads(site.layer)):
-            shape = f"layer {site.layer} has no heads"
-        else:
-            shape = f"layer {site.layer} has heads 0 to {count - 1}" + " in several mixers" * (
-                len(self.mixers_of(site.layer)) > 1
-            )
-        raise UserError(f"the model has no site {site}: {shape}")
-
-    def kinds(self) -> str:
-        """Which layers are what, e.g. "0-3 ssm, 4 attention, 5 ssm and attention"."""
-        names = [" and ".join(mixer.kind for mixer in self.mixers_of(layer)) or "no mixer" for layer in range(len(self.blocks))]
-        runs = [(name, [layer for layer, _ in run]) for name, run in groupby(enumerate(names), key=lambda pair: pair[1])]
-        return ", ".join(f"{run[0]}-{run[-1]} {name}" if len(run) > 1 else f"{run[0]} {name}" for name, run in runs)
 
 
 def anatomy(model: Any) -> Anatomy:

@@ -44,8 +44,6 @@ def fingerprint(model: Any) -> str:
 def function_of(config: Any) -> dict[str, Any]:
     """The fields of a configuration that the model's function depends on."""
     fields = {name: value for name, value in config.to_dict().items() if name not in UNRELATED and value is not None}
-    if isinstance(getattr(type(config), "layer_types", None), property):
-        fields.pop("layer_types", None)  # what caches of some models hold, which no configuration says otherwise
     family = family_of(config)
     fields["base"] = config.model_type if family is None else family.model_type
     if fields["base"] in ("nemotron_h", "zamba2"):  # which clamp every time step by it

@@ -172,11 +172,10 @@ def start(mixer: Any, plan: Plan) -> None:
     """The dual start of a graft: queries are the base's C and keys its B, or what takes their place there. Dimensions beyond
     the state size begin with random queries and zero keys, which add exactly nothing to the scores."""
     graft, layer = mixer.graft, mixer.layer_idx
-    groups = [head // (mixer.num_heads // mixer.n_groups) for head in graft.heads]
     firsts = graft.heads
     if isinstance(graft, ChannelGraft):
         firsts = [graft.heads[places[0]] for places in graft.pairs]
-        groups = [0] * len(firsts)
+    groups = [head // (mixer.num_heads // mixer.n_groups) for head in firsts]
     starts = [plan.start(layer, head) for head in firsts]
     graft.log_tau.copy_(torch.tensor([each.tau for each in starts]).log())
     graft.gate.fill_(plan.gate)
@@ -266,8 +265,6 @@ def fetched(module: nn.Module) -> Iterator[None]:
 def convert(config: Any, kind: Any, grafts: list[dict[str, Any]]) -> Any:
     """A configuration of another class, with the fields that a base and its hybrid have in common."""
     fields = {name: value for name, value in copy.deepcopy(config.to_dict()).items() if name not in OWN}
-    if isinstance(getattr(kind, "layer_types", None), property):  # it follows from other fields
-        fields.pop("layer_types", None)
     if "grafts" in getattr(kind, "__dataclass_fields__", {}):
         fields["grafts"] = grafts
     other = kind(**fields)

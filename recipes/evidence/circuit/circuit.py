@@ -67,7 +67,8 @@ def ask(model: Any, tokenizer: Any, asked: dict[str, list], sites: list[Site] | 
         return place.out.register_forward_pre_hook(zero)
 
     for site in sites:
-        hooks += [silence(places.mixer_of(site), head) for head in site.heads]
+        place = next(each for each in places.mixers_of(site.layer) if each.first <= site.heads[0] < each.first + each.heads)
+        hooks += [silence(place, head) for head in site.heads]
     try:
         return {
             what: estimate(answer(model, tokenizer, questions).correct.astype(float)).model_dump()

@@ -93,7 +93,7 @@ def test_attention_is_softmax(monkeypatch, t: int, biased: int | None, with_null
 def test_documents_are_read_alone() -> None:
     numbers = torch.tensor([[0, 0, 0, 1, -1, -1, 2, 2], [0, 0, 0, 0, 0, 1, 1, 2]])
     packing = Packing.of(numbers)
-    assert packing.cu_seqlens is None
+    assert packing.padded
     assert packing.seq_idx.unique().tolist() == [-1, 0, 1, 2, 3, 4, 5]
     assert packing.positions()[1].tolist() == [0, 1, 2, 3, 4, 0, 1, 0]
     q, k, v, bias, null = rand(2, 3, 8, 4), rand(2, 3, 8, 4, seed=1), rand(2, 3, 8, 5), rand(2, 3, 8), rand(3)
@@ -110,7 +110,7 @@ def test_documents_are_read_alone() -> None:
     assert (y[0, :, 4:6] == 0).all()
 
 
-def test_documents_without_padding_have_bounds() -> None:
+def test_documents_without_padding() -> None:
     packing = Packing.of(torch.tensor([[0, 0, 1], [0, 1, 1]]))
-    assert packing.cu_seqlens is not None
-    assert packing.cu_seqlens.tolist() == [0, 2, 3, 4, 6]
+    assert not packing.padded
+    assert packing.seq_idx.tolist() == [[0, 0, 1], [2, 3, 3]]
