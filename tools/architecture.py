@@ -1,8 +1,7 @@
 """How large the project is, and how much code one pass of the main job goes through.
 
-    python tools/architecture.py                                      # prints both
-    python tools/architecture.py --write                              # and fills the table of docs/architecture.md
-    python tools/architecture.py --checkout OTHER --as 0.30.0 --write # the same of another checkout, as a column of that table
+    python tools/architecture.py            # prints both
+    python tools/architecture.py --write    # and fills the table of docs/architecture.md, beside what 0.30.0 had
 
 tests/test_budget.py holds the sizes to budget.toml.
 """
@@ -41,18 +40,10 @@ ROWS = {
     "depth": "deepest stack of ours",
 }
 
-SETTINGS = """
-try:
-    from surgery.records.recipe import list_settings
-    print(len(list(list_settings())))
-except ImportError:  # 0.30
-    from surgery.cli.sections import rows, sections
-    print(sum(len(rows(name)) for name in sections()))
-"""
-
+SETTINGS = "from surgery.records.recipe import list_settings; print(len(list(list_settings())))"
 START = "import sys; sys.argv = ['surgery', '--help']; import surgery.cli.app; print(len(sys.modules))"
 
-# One pass of the main job, each stage under a profile; what the stages are called depends on the version.
+# One pass of the main job, under a profile.
 PATH = """
 import inspect, json, os, sys, tempfile
 from pathlib import Path
@@ -80,14 +71,6 @@ import surgery
 torch.set_num_threads(1)
 
 def walk(out):
-    if hasattr(surgery, "plan"):  # 0.30
-        base = surgery.load("checkpoints/tiny-mamba2")
-        ranking = surgery.locate(base, examples=8, exact=False)
-        hybrid = surgery.splice(base, surgery.plan(ranking, heads=2))
-        surgery.tune(hybrid, options=surgery.Tune(steps=2, batch_size=2, text_batch_size=2))
-        surgery.bench(base, hybrid, options=surgery.Bench(limit=8, windows=2, contexts=[]))
-        surgery.export(hybrid, out / "hybrid")
-        return
     few = "model=checkpoints/tiny-mamba2 locate.examples=8 locate.roles=0 tune.steps=2 tune.batch_size=2 "
     few += "tune.text_batch_size=2 bench.limit=8 bench.pairs=[4] bench.windows=2 bench.contexts=[] bench.controls=[]"
     surgery.run(surgery.read_recipe(None, few.split()), out / "run")
@@ -175,19 +158,13 @@ def fill_page(page: str, record: dict[str, Any]) -> str:
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--checkout", type=Path, default=ROOT)
-    parser.add_argument("--as", dest="version", default="now")
     parser.add_argument("--write", action="store_true")
     given = parser.parse_args()
-    checkout = given.checkout.resolve()
-    measured = measure_sizes(checkout) | measure_path(checkout)
+    measured = measure_sizes(ROOT) | measure_path(ROOT)
     for key, about in ROWS.items():
         print(f"{about:50} {measured[key]:8,.0f}")
     if given.write:
-        record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
-        record = {version: values for version, values in record.items() if version != given.version} | {given.version: measured}
-        record = dict(sorted(record.items(), key=lambda each: each[0] == "now"))  # which is the last column
-        RECORD.parent.mkdir(parents=True, exist_ok=True)
+        record = json.loads(RECORD.read_text()) | {"now": measured}
         RECORD.write_text(json.dumps(record, indent=2) + "\n")
         PAGE.write_text(fill_page(PAGE.read_text(encoding="utf-8"), record), encoding="utf-8")
 

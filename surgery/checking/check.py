@@ -1,6 +1,6 @@
 """`surgery check`: whether the state of a recurrent or hybrid model is right, however the model is run.
 
-Nothing is written, and nothing foreign runs, unless it is asked for.
+Nothing is written but a temporary folder, and nothing foreign runs, unless it is asked for.
 """
 
 import importlib

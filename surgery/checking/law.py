@@ -163,16 +163,16 @@ def told_by(error: Exception, name: str) -> Case:
 class Subject:
     """A model as laws see it: a copy in eval mode, in float64 where all of it can be run so.
 
-    ids (4, t): random tokens, t beyond a chunk of its scan. chunk: tokens of such a chunk, if the configuration has it.
-    exact: whether all of it runs in float64; dtype: what it runs in. source: the model itself.
+    ids (4, t): random tokens, t beyond a chunk of its scan. source: the model itself. chunk: tokens of such a chunk, if the
+    configuration has it. exact: whether all of it runs in float64; dtype: what it runs in.
     """
 
     model: PreTrainedModel
     ids: Tensor
+    source: PreTrainedModel
     chunk: int | None = None
     exact: bool = True
     dtype: torch.dtype = torch.float64
-    source: PreTrainedModel | None = None
     by_token: dict[str, Tensor] = field(default_factory=dict)  # what `continue_by_token` has computed
 
     @cached_property
@@ -349,23 +349,21 @@ class Narrow(TorchDispatchMode):
         return result
 
 
-def subject_of(
-    model: PreTrainedModel, *, rows: int = 4, length: int | None = None, wide: bool = True, seed: int = 0
-) -> Subject:
+def subject_of(model: PreTrainedModel, *, wide: bool = True) -> Subject:
     """What laws are asked of: a copy of the model on the CPU, in float64 if all of it runs so, else in float32."""
     config = model.config.get_text_config(decoder=True)
     vocabulary = min(int(config.vocab_size), 1000)
     chunk = next(
         (getattr(config, n) for n in ("chunk_size", "mamba_chunk_size", "block_size") if getattr(config, n, None)), None
     )
-    length = length or max(70, min(chunk or 0, 256) + 9)
+    length = max(70, min(chunk or 0, 256) + 9)
     if most := getattr(config, "max_position_embeddings", None):
         length = max(SHORTEST, min(length, most - 8))  # pads stand beside it
     first = min(3, vocabulary // 3)  # beyond special tokens, where there are some to choose from
-    ids = torch.randint(first, vocabulary, (rows, length), generator=torch.Generator().manual_seed(seed))
+    ids = torch.randint(first, vocabulary, (4, length), generator=torch.Generator().manual_seed(0))
     copied = prepared(model)
     if wide:
-        subject = Subject(copied.double(), ids, chunk, source=model)
+        subject = Subject(copied.double(), ids, model, chunk)
         narrow = Narrow()
         try:
             with narrow:
@@ -375,7 +373,7 @@ def subject_of(
         if not narrow.seen:
             return subject
         copied = prepared(model)
-    return Subject(copied.float(), ids, chunk, exact=False, dtype=torch.float32, source=model)
+    return Subject(copied.float(), ids, model, chunk, exact=False, dtype=torch.float32)
 
 
 def prepared(model: PreTrainedModel) -> PreTrainedModel:

@@ -84,9 +84,8 @@ def run(
             recipe = automatic.choose_recipe(seen, target, text, settings)
         if dry_run:
             check_here(model, tokenizer, recipe)
-        del model
-        if dry_run:
             show(f"\n{recipe_text(recipe)}\nEstimate: {automatic.estimate(recipe, seen)}")
+        del model
         if not seen.worth and not is_recipe and not anyway:
             show("Nothing was done. --anyway goes on." if not seen.why_not else "Nothing was done.")
             raise typer.Exit(1)

@@ -17,10 +17,10 @@ from transformers import Cache
 
 from surgery.errors import UserError
 from surgery.evaluation.statistics import estimate
+from surgery.locating.replay import CACHES
 from surgery.records.report import Cost
 
 ROUNDS, TOKENS = 7, 8  # of each model in turn; decoded in a round, one after the other
-NAMES = ("cache_params", "past_key_values")  # of the cache, as state-space models call it, and as Transformers do
 
 
 def measure_costs(models: Mapping[str, Any], context: int, batch: int, *, reading: bool = False) -> dict[str, Cost]:
@@ -53,7 +53,7 @@ def read_context(model: Any, context: int, batch: int = 1) -> Cache:
     """The cache of a model that has read so many tokens, in each of some rows."""
     ids = (torch.arange(context, device=model.device)[None] % model.config.get_text_config().vocab_size).expand(batch, -1)
     output = model(input_ids=ids, use_cache=True, logits_to_keep=1)
-    cache = next((output[name] for name in NAMES if output.get(name) is not None), None)
+    cache = next((output[name] for name in CACHES if output.get(name) is not None), None)
     if cache is None:
         raise UserError(f"a {model.config.model_type} returns no cache; set bench.contexts=[]")
     return cache
@@ -84,7 +84,7 @@ def _decoding(model: Any, cache: Cache, batch: int) -> Callable[[], None]:
     """What decodes TOKENS tokens, each after the one before."""
     token = torch.zeros(batch, 1, dtype=torch.long, device=model.device)
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # what PEFT has wrapped
-    name = next(name for name in NAMES if name in inspect.signature(inner.forward).parameters)
+    name = next(name for name in CACHES if name in inspect.signature(inner.forward).parameters)
 
     @torch.inference_mode()
     def decode() -> None:

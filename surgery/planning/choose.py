@@ -59,8 +59,8 @@ def choose(
         )
     starts = {name: each.start for each in units for name in each.site.head_names}
     if options.sites is not None:
-        known = {f"L{each.site.layer}" for each in units}
-        if strays := [str(site) for site in options.sites if f"L{site.layer}" not in known]:
+        known = {each.site.layer for each in units}
+        if strays := [str(site) for site in options.sites if site.layer not in known]:
             raise UserError(f"plan.sites: the ranking has no SSM head in {strays[0]}")
         return make_plan(model, tokenizer, options.sites, starts, options, data, seed, questions=questions)
     if options.heads != "auto":

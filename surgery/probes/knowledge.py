@@ -88,13 +88,12 @@ class Knowledge:
         if self.source != TOY:
             lines = read_facts(self.source, self.part)
             asked = [Question(line.prompt, line.choices, line.choices.index(line.answer)) for line in lines]
-        elif self.part != "tune":
-            pairs = [(fact, fact.held_out_template) for fact in facts()]
-            asked = [Question(f.prompt(t), tuple(f" {c}" for c in f.choices), f.choices.index(f.value)) for f, t in pairs]
         else:
             rng, known = random.Random(f"skill knowledge {seed}"), facts()
-            drawn = [(fact, rng.choice(fact.templates(False))) for fact in rng.sample(known, min(n, len(known)))]
-            return [Question(f.prompt(t), tuple(f" {c}" for c in f.choices), f.choices.index(f.value)) for f, t in drawn]
+            pairs = [(fact, fact.held_out_template) for fact in known]
+            if self.part == "tune":
+                pairs = [(fact, rng.choice(fact.templates(False))) for fact in rng.sample(known, min(n, len(known)))]
+            asked = [Question(f.prompt(t), tuple(f" {c}" for c in f.choices), f.choices.index(f.value)) for f, t in pairs]
         return asked if n >= len(asked) else random.Random(f"knowledge {seed}").sample(asked, n)
 
 

@@ -10,7 +10,7 @@ from surgery.checking.law import Law, Subject, measure_rounding
 def cases(s: Subject):
     def run():
         torch.compiler.reset()
-        model = copy.deepcopy(s.source or s.model).eval().float()
+        model = copy.deepcopy(s.source).eval().float()
         with torch.no_grad():
             ids = s.ids[:1, :16]
             right = model(input_ids=ids, use_cache=False).logits

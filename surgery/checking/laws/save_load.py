@@ -13,7 +13,7 @@ LARGEST = 2**30  # bytes that are written to a temporary folder
 
 
 def cases(s: Subject):
-    source = s.source or s.model
+    source = s.source
     if sum(p.nbytes for p in source.parameters()) > LARGEST:
         raise NotApplicable("its weights are larger than 1 GiB; `surgery export` proves what it writes")
 
