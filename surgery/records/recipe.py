@@ -219,7 +219,7 @@ class Tune(Record):
     """Weight of the loss on repeated rare bigrams of the text: tokens that complete a bigram seen before in their document and
     rare in data.train_text."""
     learning_rate: Annotated[Number, Field(gt=0, le=1e6)] = 3e-3
-    """The largest learning rate; after the warm-up it falls to 0 along a cosine, where steps is auto once the loss is flat."""
+    """The largest learning rate; along a cosine it falls to 0, with steps auto once the loss is flat."""
     warmup_steps: Annotated[int, Field(ge=0, le=10**9, strict=True)] = 10
     """Steps over which the learning rate rises."""
     save_steps: Count = 50
