@@ -6,6 +6,7 @@ import typer
 
 from surgery.cli.options import AsJson, ModelArgument, TextOption, Trust, open_model
 from surgery.records.recipe import make_recipe
+from surgery.runtime.files import read_text
 from surgery.runtime.progress import show
 
 
@@ -25,6 +26,8 @@ def look(
       surgery look checkpoints/tiny-mamba2
     """
     options = make_recipe({"model": model, "dtype": dtype}, "--dtype")
+    if text is not None and text.suffix != ".parquet":  # said before the model is read
+        read_text(text)
     from surgery.look import look as look_at
 
     opened, tokenizer = open_model(model, options, trust_remote_code)
