@@ -1,8 +1,8 @@
 """Ablation restricted to positions: a head's output is set to zero where a mask says so, and the model runs on.
 
-What is zeroed is what the mixer's own step leaves for a head: for a mixer of ours the output y of its scan, before the norm and
-the gate (so that a gated norm over several heads sees the zeros); for attention, and for other mixers, the head's columns of
-what the output projection reads.
+What is zeroed is what the mixer's own step leaves for a head: for a mixer of ours the output y of its scan, and of its graft,
+before the norm and the gate (so that a gated norm over several heads sees the zeros); for attention, and for other mixers, the
+head's columns of what the output projection reads.
 
 A convolution is ablated by taking away its taps beyond the current token: at the masked positions values, keys and queries are
 then made of that token alone.
@@ -70,25 +70,31 @@ def ablated(edits: Sequence[tuple[Unit, Tensor]]) -> Iterator[None]:
 def _tap_zeros(place: MixerPlace, edits: list[tuple[Unit, Tensor]]) -> Iterator[None]:
     hidden: list[Tensor] = []
 
-    def tap(mixer: Any, streams: Streams, y: Tensor) -> Tensor:
-        for unit, mask in edits:
-            if not unit.heads:
-                y = mixer.scan(_without_taps(mixer, hidden[-1], streams, mask))
+    def zero(y: Tensor) -> Tensor:
         y = y.clone()
         for unit, mask in edits:
             at = [head - place.first for head in unit.heads]
             y[:, :, at] = y[:, :, at].masked_fill(mask.to(y.device)[:, :, None, None], 0)
         return y
 
+    def tap(mixer: Any, streams: Streams, y: Tensor) -> Tensor:
+        for unit, mask in edits:
+            if not unit.heads:
+                y = mixer.scan(_without_taps(mixer, hidden[-1], streams, mask))
+        return zero(y)
+
     def keep(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         hidden[:] = [args[0] if args else kwargs["hidden_states"]]
 
-    hook = place.module.register_forward_pre_hook(keep, with_kwargs=True)
+    hooks = [place.module.register_forward_pre_hook(keep, with_kwargs=True)]
+    if place.module.graft is not None:
+        hooks.append(place.module.graft.register_forward_hook(lambda _, __, y: zero(y)))
     try:
         with tapped({place.layer: place.module}, tap):
             yield
     finally:
-        hook.remove()
+        for hook in hooks:
+            hook.remove()
 
 
 def _zero_columns(place: MixerPlace, edits: list[tuple[Unit, Tensor]], given: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -27,8 +27,8 @@ def llama():
 
 def make(family: str):
     """An adopted random model in float64, and questions for it."""
-    if family == "llama":
-        return llama(), ask_tokens(bases.make_rows(3, 19), 40)
+    if family in ("llama", "hybrid"):
+        return llama() if family == "llama" else bases.make_hybrid("mamba2"), ask_tokens(bases.make_rows(3, 19), 40)
     module = bases if family in bases.BASES else stock_bases
     return adopt(module.make_base(family)), ask_tokens(module.make_rows(3, 19), module.VOCABULARY)
 
@@ -45,7 +45,7 @@ def zero_by_hook(place, head: int, mask: torch.Tensor):
     return module.register_forward_pre_hook(hook)
 
 
-@pytest.mark.parametrize("family", ["mamba2", "llama", "bamba", "nemotron_h"])
+@pytest.mark.parametrize("family", ["mamba2", "hybrid", "llama", "bamba", "nemotron_h"])
 @pytest.mark.parametrize("where", ["query", "evidence", "spans", "elsewhere", "everywhere"])
 def test_ablation_is_what_a_hook_in_the_whole_model_does(family, where):
     model, encoded = make(family)
