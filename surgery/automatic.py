@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 
 from surgery.errors import UserError
 from surgery.evaluation.controls import CONTROLS
+from surgery.evaluation.verdict import HARM
 from surgery.locating.locate import BLOCK, CHOSEN
 from surgery.locating.roles import DEEP, OTHERS, PLACES, SCREENED
 from surgery.look import Look, cache_folder
-from surgery.records.recipe import TOY, Recipe, apply_settings, make_recipe
+from surgery.records.recipe import TOY, Recipe, Tune, apply_settings, make_recipe
 from surgery.records.report import Report
 from surgery.runtime.files import file_digest, read_text, write_text
 from surgery.runtime.progress import duration, size
@@ -88,8 +89,10 @@ def go_on(recipe: Recipe, report: Report, out: Path, trust_remote_code: bool = F
     folders = {name: folder for name in report.models if (folder := out / "tuning" / name).is_dir()}
     undone = any(model.back_to is not None for model in report.models.values())
     fell = [name for name, folder in folders.items() if recipe.tune.steps == "auto" and still_fell(folder)]
-    if undone:
-        why, setting = "The loss rose in tuning; a lower rate", f"tune.learning_rate={recipe.tune.learning_rate / 10:.1g}"
+    if undone or HARM in report.verdict.advice:
+        rate = min(recipe.tune.learning_rate / 10, Tune().learning_rate)
+        why = f"{'The loss rose in tuning' if undone else 'Tuning did harm'}; a lower rate"
+        setting = f"tune.learning_rate={rate:.1g}"
     elif fell:  # they had taken the most steps
         whose = f"The loss of a control ({report.models[fell[0]].description})"
         if main in fell:

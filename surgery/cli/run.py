@@ -73,6 +73,7 @@ def run(
     if resume and not is_recipe and chosen.exists():
         recipe, is_recipe = resumed(chosen, target, text, settings), True
     from surgery import automatic
+    from surgery.evaluation.verdict import lost
     from surgery.look import look
     from surgery.pipeline import run as run_recipe
 
@@ -98,7 +99,7 @@ def run(
     show(f'Use it: AutoModelForCausalLM.from_pretrained("{out / "hybrid"}", trust_remote_code=True)')
     if more := automatic.go_on(recipe, report, out, trust_remote_code):
         show(more)
-    if report.verdict.answer == "mixed":
+    if lost(report.measurements, report.main):
         raise typer.Exit(1)
 
 

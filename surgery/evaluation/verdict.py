@@ -15,6 +15,8 @@ BOUND, BOUND_OF_LOSS = 0.02, 0.01  # what counts as lost: accuracy, and nats per
 HALF = 0.5  # of what was missing: a "yes" that stays below it is not the last word
 CEILING = 0.98  # an accuracy above which hardly anything is left to gain
 ORDER = ("kv", "kv_unseen", "bigrams", "needle", "multiple_choice")  # what a verdict is about, the first that was measured
+HARM = "Tuning did the harm: untrained it does better. "
+MORE_STEPS = "more steps (tune.steps, or tune.max_steps where that is auto)"
 MUCH = 0.1  # of the tokens of text, on which a graft acts; plan.share is 0.01 by default
 MOST = 4  # measurements in a sentence
 FEW = 50  # questions, below which an interval promises little
@@ -72,10 +74,11 @@ def judge(
     details += [_said_of_losses(measurements, base, model, losses, answer), _said_of_price(base, model)]
     if (on_text := model.on_text) is not None:
         details.append(on_text.sentence())
-        if on_text.acts is not None and MUCH < on_text.acts.mean < 1:
-            before = models["spliced"].on_text if "spliced" in models else None
-            if before and before.acts and model.back_to is None:
-                details[-1] += f" Untrained: {100 * before.acts.mean:.2g}%."
+        before = models["spliced"].on_text if "spliced" in models else None
+        untrained = before.acts.mean if before and before.acts else 1.0  # 1: there may be no null keys
+        if on_text.acts is not None and on_text.acts.mean > MUCH and min(on_text.acts.mean, untrained) < 1:
+            if untrained < 1 and model.back_to is None:
+                details[-1] += f" Untrained: {100 * untrained:.2g}%."
             details[-1] += (
                 " That is much more text than plan.share asks for: plan.keep_skills=true makes null keys that stay closed on "
                 "text, and fewer heads (plan.heads) act on less."
@@ -160,9 +163,12 @@ def _said_of_controls(controls: Mapping[str, ModelReport], asked: Measurement, m
 def _said_of_losses(
     measurements: Mapping[str, Measurement], base: ModelReport, model: ModelReport, losses: Sequence[str], answer: Answer
 ) -> str:
-    kept, unsure = [], []  # whether a fall beyond the bound is ruled out
+    kept, unsure, guessed = [], [], []  # whether a fall beyond the bound is ruled out
     for name in ("multiple_choice", "knowledge", "text"):
-        if name in model.changes:
+        chance = measurements[name].chance if name in model.changes else None
+        if chance and base.results[name].low <= chance:
+            guessed.append(measurements[name].label)
+        elif name in model.changes:
             before, after, change = figure(base.results[name]), figure(model.results[name]), model.changes[name]
             words = f"{measurements[name].label} {before} to {after}"
             is_loss = measurements[name].metric == "loss"
@@ -171,6 +177,7 @@ def _said_of_losses(
             else:
                 unsure.append(f"{words} ({change}, n = {change.n:,})")
     said = [f"{'Other skills' if losses else 'Kept'}: {'; '.join(kept)}."] if kept else []
+    said += [f"The base is at chance on {' and '.join(guessed)}: nothing to keep."] if guessed else []
     said += [f"Not shown to fall, nor to be kept: {'; '.join(unsure)}."] if unsure else []
     said += [f"Lost: {', '.join(losses[:MOST])}."] if losses and answer != "mixed" else []
     return " ".join(said)
@@ -208,25 +215,26 @@ def _advise(
         return f"In place of {asked.label} choose a size or a probe that the base can do in part (locate.options, bench.pairs)."
     if model.sites and all(each.mean == 0 for each in model.changes.values()):
         return "The grafts closed in tuning: all answers are the base's. Lower tune.kl_weight, or take hints (tune.hints={})."
-    harm, full = answer == "no" and change.shown, not is_loss and base.results[measurement].mean >= CEILING
+    if answer == "no" and model.back_to is not None:  # what to do is said of tuning
+        return ""
+    tuned = is_behind(model, models.get("spliced", model), measurement, is_loss)
+    harm, full = answer == "no" and (change.shown or tuned), not is_loss and base.results[measurement].mean >= CEILING
     if harm:
-        did = "Tuning did the harm: untrained it does better. " * is_behind(
-            model, models.get("spliced", model), measurement, is_loss
-        )
-        said.append(f"{did}Lower tune.learning_rate, or graft fewer heads (plan.heads).")
+        fewer = ", or graft fewer heads (plan.heads)" * (not tuned)
+        said.append(f"{HARM * tuned}Lower tune.learning_rate{fewer}.")
     elif answer == "no" and full:
         said.append("The base is nearly perfect here, so a gain could not show: ask for more pairs (bench.pairs).")
     elif answer == "no" and not change.shown and change.detectable and change.detectable > 2 * BOUND:
         said.append(f"n = {change.n:,} shows differences of {change.detectable:.3f} or more: ask more (bench.limit).")
     if answer == "no" and gains:
         said.append(f"It does gain elsewhere: {'; '.join(gains[:MOST])}; locate and tune nearer to {asked.label}.")
-    if answer == "no" and not (gains or harm or full):
-        said.append("Try more heads (plan.heads), more steps (tune.max_steps), or hints and adapters (tune.hints, tune.lora).")
+    if answer == "no" and model.sites and not (gains or harm or full):
+        said.append(f"Try more heads (plan.heads), {MORE_STEPS}, or hints and adapters (tune.hints, tune.lora).")
     if answer == "mixed":
         said.append("Let null keys read the query (plan.keep_skills=true), or let the grafts act on less text (plan.share).")
     if answer == "yes":
         said.append(
-            "Most of it is still missing. Try more heads (plan.heads), more steps (tune.max_steps), or adapters, which change "
+            f"Most of it is still missing. Try more heads (plan.heads), {MORE_STEPS}, or adapters, which change "
             "what the base says, too (tune.lora={target_modules: [in_proj, out_proj]})."
         )
     if answer == "unclear":

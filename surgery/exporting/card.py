@@ -81,7 +81,8 @@ def _measured(report: Report | None, record: Any) -> list[str]:
     """The verdict, one table, and what the edit changed; of a report that measured these weights."""
     if report is None:
         return ["Nothing was measured: no report came with it."]
-    row = next(name for name, model in report.models.items() if model.fingerprint == record.fingerprint)
+    rows = [name for name, model in report.models.items() if model.fingerprint == record.fingerprint]
+    row = report.verdict.model if report.verdict.model in rows else rows[0]
     model, made = report.models[row], report.provenance
     parts = [f"**Did it help? {escape(report.verdict.sentence)}**" if row == report.verdict.model else ""]
     parts += [escape(" ".join(report.verdict.details)) if row == report.verdict.model else ""]

@@ -145,6 +145,7 @@ def grow_plan(
     for unit in units[: options.max_heads + 1]:
         sites = [*(plan.sites if plan else ()), unit.site]
         if plan is not None and sum(len(site.heads) for site in plan.sites) >= options.max_heads * len(unit.site.heads):
+            say(f"plan.max_heads={options.max_heads} is reached: {unit.site} was not tried")
             break
         tried = make_plan(model, tokenizer, sites, starts, options, data, seed, rows, questions)
         found = answer(splice(model, tried).eval(), tokenizer, encoded, what=str(unit.site))

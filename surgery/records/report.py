@@ -77,7 +77,7 @@ class OnText(Record):
         if self.acts is None:
             return f"On held-out text its divergence from the base is {kl}."
         if self.acts.mean == 1:
-            return f"Without a null key a graft acts at every token; the divergence from the base on held-out text is {kl}."
+            return f"A graft acts at every token; the divergence from the base on held-out text is {kl}."
         said = (
             f"On held-out text a graft acts at {100 * self.acts.mean:.2g}% of the tokens, all of the base's "
             f"logits are kept in {self.untouched} of {self.documents} texts, and the divergence from the base is {kl}"

@@ -21,6 +21,7 @@ EVAL_STEPS = 25  # the loss is measured after every so many steps
 EXAMPLES = 128  # sequences of each measurement
 LEAST_GAIN = 0.02  # progress is a loss below the best so far by this share of it
 PATIENCE = 2  # measurements without progress, after which the curve is flat
+LEAST_LOSS = 0.01  # nats by which the loss has to rise besides, before the best weights come back: near 0 a share is nothing
 FALL = 0.25  # the share of all steps over which the learning rate falls, where steps is auto
 
 
@@ -88,11 +89,11 @@ class Watcher:
 
     @torch.no_grad()
     def ending(self) -> str:
-        """After the last step, where steps is auto: put the best weights back if the loss is larger now by LEAST_GAIN of it,
-        and say what it is."""
+        """After the last step, where steps is auto: put the best weights back if the loss is larger now by LEAST_GAIN of it
+        and LEAST_LOSS, and say what it is."""
         last, best = self.measure(), np.asarray(self.best)
         said = f"held-out loss {last.mean():.3f}"
-        if last.mean() > (1 + LEAST_GAIN) * best.mean():
+        if last.mean() > (1 + LEAST_GAIN) * best.mean() + LEAST_LOSS:
             self.back_to = self.best_step
             for key, p in self.trained.items():
                 p.copy_(self.best_weights[key])

@@ -197,9 +197,9 @@ def test_grafts_that_closed_are_named():
     assert (verdict.answer, "closed in tuning" in verdict.advice) == ("no", True)
 
 
-@pytest.mark.parametrize(("untrained", "fault"), [(0.6, True), (0.1, False)])
-def test_advice_after_harm_is_not_to_do_more(untrained, fault):
-    made = make_report(tuned=model("tuned", "hybrid", 0.1), spliced=model("spliced", "hybrid", untrained))
+@pytest.mark.parametrize(("tuned", "untrained", "fault"), [(0.1, 0.6, True), (0.1, 0.1, False), (0.3, 0.9, True)])
+def test_advice_after_harm_is_not_to_do_more(tuned, untrained, fault):
+    made = make_report(tuned=model("tuned", "hybrid", tuned), spliced=model("spliced", "hybrid", untrained))
     verdict = judge(made.measurements, made.models, "tuned", "kv.64", None)
     assert verdict.answer == "no"
     assert "Lower tune.learning_rate" in verdict.advice
