@@ -37,7 +37,7 @@ A recipe is a YAML file with these keys. `--set KEY=VALUE` changes one of them, 
 `surgery list settings tune` one section of it.
 
 `tune.examples` is a list of entries with the keys below; by default it has one, dictionaries of 4 to 64 pairs. `tune.hints` and
-`tune.lora` are off unless something in them is set.
+`tune.lora` are off unless the section is there (`tune.hints={}`).
 """
 SECTIONS = {"": "A run", "data": "data", "locate": "locate", "plan": "plan", "tune": "tune", "bench": "bench"}
 

@@ -95,7 +95,8 @@ def join_patch(folder: str | Path, base: str | Path | None = None, device: str =
     patch = Patch.read(folder / RECORD)
     place = patch.base.place(folder) if base is None else base
     if not patch.base.hub and not Path(place).is_dir():
-        raise UserError(f"{folder} is a patch on {patch.base.name}, which is not here; say where its base is (--base)")
+        join = f"join them first: surgery export {folder} --base BASE --out HYBRID"
+        raise UserError(f"{folder} is a patch on {patch.base.name}, which is not here; {join}")
     original, tokenizer = load(place, dtype="stored", device=device)
     if (folder / "tokenizer_config.json").exists():
         tokenizer = read_tokenizer(folder)

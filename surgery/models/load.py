@@ -99,9 +99,14 @@ def load(
         place: str | Path = tokenizer or folder
         if tokenizer is None and not any((folder / each).exists() for each in OF_TOKENIZERS):
             if not original.is_original(read_content(folder)):
-                raise UserError(f"{folder} holds no tokenizer; copy that of its base into it, or name one: tokenizer=FOLDER")
+                raise UserError(
+                    f"{folder} holds no tokenizer; copy that of its base into it, or let a recipe name one (tokenizer)"
+                )
             place = original.TOKENIZER
         words = read_tokenizer(place, trust_remote_code)
+    known, rows = words.vocab_size, model.get_input_embeddings().weight.shape[0]  # without tokens that were added later
+    if known > rows:
+        raise UserError(f"cannot use {name}: the tokenizer has {known:,} tokens and the model {rows:,}; is it another model's?")
     return Checkpoint(model, words)
 
 

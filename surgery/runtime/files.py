@@ -33,7 +33,7 @@ def read_text(path: str | Path) -> str:
     try:
         if Path(path).exists() and not Path(path).is_file():
             raise UserError(f"cannot read {path}: it is {'a folder' if Path(path).is_dir() else 'no file'}")
-        return Path(path).read_text(encoding="utf-8")
+        return Path(path).read_text(encoding="utf-8-sig")  # without the mark that some editors put before the text
     except UnicodeDecodeError as error:
         raise UserError(f"cannot read {path}: it is not UTF-8 at byte {error.start}") from error
     except (OSError, ValueError) as error:

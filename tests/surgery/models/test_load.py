@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import GPT2Config, GPT2LMHeadModel
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from surgery.errors import UserError
 from surgery.modeling import FAMILIES
@@ -25,8 +26,8 @@ TOKENIZER = Path(__file__).parents[3] / "checkpoints" / "tiny-mamba2"
 
 def save(model: Any, folder: Path) -> Path:
     model.save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(TOKENIZER / name, folder)
+    words = Tokenizer(WordLevel({f"w{number}": number for number in range(30)}, unk_token="w0"))
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
     return folder
 
 
@@ -67,6 +68,11 @@ def test_layers_of_attention_without_a_plan_are_the_base_s(tmp_path: Path) -> No
     assert all(parameter.requires_grad for parameter in model.parameters())
     (folder / "plan.json").write_text("{}")
     assert set(load(folder).model.graft_parameters()) == set(live.graft_parameters())
+
+
+def test_a_tokenizer_of_another_model_is_refused(base: Path) -> None:
+    with pytest.raises(UserError, match="is it another model's"):
+        load(base, tokenizer=str(TOKENIZER))
 
 
 def test_a_model_of_no_family_comes_as_transformers_has_it(tmp_path: Path) -> None:
