@@ -34,7 +34,7 @@ GATES = {
 ASKED = {"kv.64": ("64 pairs", BLUE, "o"), "multiple_choice": ("multiple choice", ORANGE, "s")}
 RIVALS = {
     ("2 heads", 0.03): "2 located heads",
-    ("same layer", 0.03): "2 random heads, same layer",
+    ("same layer", 0.03): "2 other heads, same layer",
     ("other layer", 0.03): "2 heads, another layer",
     ("all weights", 0.03): "all weights tuned",
     ("adapters", 0.03): "adapters",

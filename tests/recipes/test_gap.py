@@ -17,6 +17,7 @@ assert SPEC.loader is not None
 gap: Any = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(gap)
 sys.path.insert(0, str(gap.HERE))
+import pairs  # noqa: E402
 from running_text import make_questions  # noqa: E402
 
 
@@ -74,6 +75,10 @@ def figures(text: str) -> set[str]:
 
 def test_the_page_is_that_of_the_record() -> None:
     assert (gap.HERE / "README.md").read_text() == gap.write_page(gap.read_rows())
+
+
+def test_the_page_of_all_pairs_is_that_of_its_record() -> None:
+    assert (gap.HERE / "pairs.md").read_text() == pairs.write_page(gap.read_rows(pairs.RECORD), gap.read_rows())
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/claims.md"])

@@ -71,10 +71,10 @@ RIVALS = {
     "prompt twice": "the prompt read twice, untrained",
     "more training": "the base's pretraining goes on",
     "all weights": "all of the base's weights tuned",
-    "same layer": "two random heads of the same layer",
+    "same layer": "two other heads of the same layer",
     "adapters": "adapters on all layers, about as many parameters as the edit",
     "initial state": "the initial state of every layer tuned",
-    "other layer": "two random heads of the other layer",
+    "other layer": "two heads of the other layer",
     "whole layer": "one whole attention layer grafted",
     "window": "all heads of the layer over a window of as many bytes",
 }
@@ -322,9 +322,9 @@ layer, {layers} answer at least {learnt:.0%} with 64 pairs.
 Rivals that are tuned see the rows that the edit sees, at its learning rate (all weights: at a third of it). More pretraining
 sees as many tokens of its own kinds. A window takes the bytes of the edit's cache of the longest row of tuning. None has more
 steps than the edit, so one that loses may only be slower: [plateau.md](plateau.md) gives rivals three learning rates and up to
-2,000 steps. [reach.md](reach.md) asks longer prompts and other questions. [sizes.md](sizes.md) has other widths, a Mamba-1, and
-a law. [prose.md](prose.md) does the same with novels, and asks what an edit for one kind of question does for others. An n-gram
-cache is no rival here: a question's last words stand in no record.{missing}
+2,000 steps. [pairs.md](pairs.md) takes every pair of heads of the layer. [reach.md](reach.md) asks longer prompts and other
+questions. [sizes.md](sizes.md) has other widths, a Mamba-1, and a law. [prose.md](prose.md) does the same with novels. An
+n-gram cache is no rival here: a question's last words stand in no record.{missing}
 
 {minutes:.0f} minutes of processor time on {machine}; {packages}. `gap.py` measures; `gap.jsonl` is the record.
 """

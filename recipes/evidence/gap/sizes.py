@@ -120,7 +120,10 @@ are no yardstick for it: {failed}.
 where base16 is what the base answers with 16 pairs. Fitted by least squares to {edits} edits of {bases} Mamba-2 bases of the
 widths {widths}; intervals by drawing bases with replacement. On {tests} edits of {others} bases that are {tested} wide,
 which it has not seen, it is off by {error:.2f} on average; the mean of the fitted shares, for each number of tokens, by
-{naive:.2f}. On the Mamba-1: {error1} and {naive1}.
+{naive:.2f}; that of the bases that have learnt retrieval, or have not, as the base in question, by
+{levels:.2f}. On the Mamba-1: {mamba1}.
+
+**Which heads** matters less on wider bases. The edit and two other heads of its layer, 64 pairs, by seed: {rivals}.
 
 ![Share closed against what the base answers with 16 pairs, and the law](sizes.png)
 
@@ -133,7 +136,7 @@ COLUMNS = {  # but for the first two, what models score with 64 pairs
     "edit, untrained": (("2 heads", 0.0), "kv.64"),
     "edit": (("2 heads", gap.EQUAL), "kv.64"),
     "edit, new keys": (("2 heads", gap.EQUAL), "kv_unseen.64"),
-    "two random heads of the layer": (("same layer", gap.EQUAL), "kv.64"),
+    "two other heads of the layer": (("same layer", gap.EQUAL), "kv.64"),
     "all weights": (("all weights", gap.EQUAL), "kv.64"),
     "twin": (("twin", 0.0), "kv.64"),
 }
@@ -146,12 +149,24 @@ def of_shape(rows: list[Row], shape: str) -> list[Row]:
     return [row for row in own if seeds.count(row["seed"]) == len(CELLS)]
 
 
-def errors(rows: list[Row], shape: str, law: np.ndarray, fitted: tuple[np.ndarray, np.ndarray]) -> tuple[float, float, int]:
-    """(mean error of the law on a shape, the same of the mean of the fitted shares at each number of tokens, edits)."""
+def errors(rows: list[Row], shape: str, law: np.ndarray, fitted: tuple[np.ndarray, np.ndarray]) -> tuple[list[float], int]:
+    """(mean errors on a shape, how many edits these are). Of the law; of the mean of the fitted shares at each number of
+    tokens; and of the same mean over those bases alone that have learnt retrieval, or have not, as this one."""
     features, found, _ = points(rows, [shape])
-    tokens, shares = fitted[0][:, 2], fitted[1]
-    means = np.array([shares[np.isclose(tokens, each)].mean() for each in features[:, 2]])
-    return float(np.abs(predict(features, law) - found).mean()), float(np.abs(means - found).mean()), len(found)
+    tokens, shares, learnt = fitted[0][:, 2], fitted[1], fitted[0][:, 1] >= gap.LEARNT
+    alike = [np.isclose(tokens, each) for each in features[:, 2]]
+    levels = [same & (learnt == (base >= gap.LEARNT)) for same, base in zip(alike, features[:, 1], strict=True)]
+    guesses = [predict(features, law), *(np.array([shares[chosen].mean() for chosen in each]) for each in (alike, levels))]
+    return [float(np.abs(guess - found).mean()) for guess in guesses], len(found)
+
+
+def rivals(rows: list[Row]) -> str:
+    """What the edit and its rival in the same layer score, seed by seed."""
+    said = []
+    for shape in (name for name in SHAPES if name != "64" and of_shape(rows, name)):
+        edit, other = (gap.values(of_shape(rows, shape), COLUMNS[name][0], "kv.64") for name in list(COLUMNS)[3:6:2])
+        said.append(f"{shape}: {', '.join(f'{edit[seed].mean():.3f} and {other[seed].mean():.3f}' for seed in sorted(edit))}")
+    return "; ".join(said)
 
 
 def write_page(rows: list[Row]) -> str:
@@ -175,12 +190,13 @@ def write_page(rows: list[Row]) -> str:
     features, found, bases = points(rows, widths)
     law, (low, high) = fit(features, found), intervals(features, found, bases)
     terms = zip(("", " base16", " log10(tokens / 3%)"), law, low, high, strict=True)
-    error, naive, tests = errors(rows, TESTED, law, (features, found))
-    error1, naive1, _ = errors(rows, "mamba1", law, (features, found))
+    (error, naive, levels), tests = errors(rows, TESTED, law, (features, found))
+    of_mamba1, _ = errors(rows, "mamba1", law, (features, found))
     better = "The better a base answers 16 pairs, the more of the gap the edit closes" if error < naive else "There is no law"
     better += ", but over bases the interval of this slope reaches 0" if error < naive and low[1] <= 0 else ""
     return PAGE.format(
-        verdict=f"{better}: on an unseen width a linear law is off by {error:.2f}, the mean share by {naive:.2f}.",
+        verdict=f"{better}: on an unseen width a linear law is off by {error:.2f}, the mean share by {naive:.2f}, and\n"
+        f"two means, of bases that have learnt retrieval and of those that have not, by {levels:.2f}.",
         failed="; ".join(failed) or "none",
         limit=gap.BENCH.limit,
         equal=gap.EQUAL,
@@ -194,8 +210,9 @@ def write_page(rows: list[Row]) -> str:
         tested=TESTED,
         error=error,
         naive=naive,
-        error1=f"{error1:.2f}",
-        naive1=f"{naive1:.2f}",
+        levels=levels,
+        mamba1=", ".join(f"{each:.3f}" for each in of_mamba1),
+        rivals=rivals(rows),
         minutes=sum(row["cpu_seconds"] for row in rows if row["shape"] != "64") / 60,
     )
 
