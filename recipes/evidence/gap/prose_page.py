@@ -65,7 +65,8 @@ own loss is {own}.
 
 Share closed: (edited - base) / (twin - base), on repeated rare bigrams, with the twin that has attention at the same heads;
 over all seeds with Fieller's interval, which is wide where seeds differ.
-Rivals are tuned as the edit is, for as many tokens; the window takes the bytes of the edit's cache of a tuning row.
+Rivals are tuned as the edit is, for as many tokens at one learning rate, without hints; the window takes the bytes of the
+edit's cache of a tuning row.
 
 ![Nats saved, every seed a point](prose.png)
 
@@ -81,7 +82,8 @@ channels.
 Each edit is two heads, located by one kind of question and tuned on rows of it and of text with {equal:.0%} of the tokens.
 Dictionaries have 32 pairs; the 16 keys of joint recall are of two words, each of which is in four. The {asked} questions
 are about running text (who, where, which number): they repeat a sentence of a passage up to the answer (`running_text.py`),
-of novels from which no model has learnt; without the question, these rules answer {guessed}. Means over seeds.
+of all novels from which no model has learnt, those of locating among them; without the question, these rules answer {guessed}.
+Means over seeds.
 
 {transfer}
 
