@@ -48,33 +48,20 @@ def attend(
     if bias is not None and mask is not None:
         bias, mask = bias.masked_fill(~mask[:, None], -torch.inf), None
     with own_precision(q):
-        return _attend(q, k, v, bias, null, mask, packing, backend)
+        if packing is None:
+            y, m = ATTEND(q, k, v, bias, null, mask, None, backend=backend)
+        elif on_gpu(q) and ATTEND.takes_packed(q, k, v, bias, null, mask, packing.seq_idx, backend=backend):
+            y, m = ATTEND(q, k, v, bias, null, mask, packing.seq_idx, backend=backend)
+            y, m = (packing.clear(each.transpose(1, 2)).transpose(1, 2) for each in (y, m))
+        else:
 
+            def alone(*rows: Tensor) -> tuple[Tensor, ...]:
+                q, k, v, *rest = (row.transpose(1, 2) for row in rows)
+                y, m = attend(q, k, v, rest[0] if rest else None, null, backend=backend)
+                return y.transpose(1, 2), m.transpose(1, 2)
 
-def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    null: Tensor | None,
-    mask: Tensor | None,
-    packing: Any,
-    backend: str | None,
-) -> tuple[Tensor, Tensor]:
-    if packing is None:
-        y, m = ATTEND(q, k, v, bias, null, mask, None, backend=backend)
-    elif on_gpu(q) and ATTEND.takes_packed(q, k, v, bias, null, mask, packing.seq_idx, backend=backend):
-        y, m = ATTEND(q, k, v, bias, null, mask, packing.seq_idx, backend=backend)
-        y, m = (packing.clear(each.transpose(1, 2)).transpose(1, 2) for each in (y, m))
-    else:
-
-        def alone(*rows: Tensor) -> tuple[Tensor, ...]:
-            q, k, v, *rest = (row.transpose(1, 2) for row in rows)
-            y, m = attend(q, k, v, rest[0] if rest else None, null, backend=backend)
-            return y.transpose(1, 2), m.transpose(1, 2)
-
-        y, m = packing.apply(alone, *(x.transpose(1, 2) for x in (q, k, v, bias) if x is not None))
-        y, m = y.transpose(1, 2), m.transpose(1, 2)
+            y, m = packing.apply(alone, *(x.transpose(1, 2) for x in (q, k, v, bias) if x is not None))
+            y, m = y.transpose(1, 2), m.transpose(1, 2)
     return y, m if null is not None else torch.ones_like(m)
 
 

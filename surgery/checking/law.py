@@ -72,11 +72,7 @@ def measure_rounding(model: PreTrainedModel, logits: Tensor, ids: Tensor, dtype:
     finally:
         handle.remove()
     response = (moved.double() - logits.cpu()).nan_to_num(0, 0, 0).abs().max().item()
-    return LEAST * max(1.0, largest(logits)) + TIMES * response
-
-
-def largest(logits: Tensor) -> float:
-    return logits.nan_to_num(0, 0, 0).abs().max().item()
+    return LEAST * max(1.0, logits.nan_to_num(0, 0, 0).abs().max().item()) + TIMES * response
 
 
 class NotApplicable(Exception):
@@ -319,7 +315,8 @@ class Subject:
 
     def bound(self, right: Tensor) -> float:
         """How far apart two right computations of these logits may be."""
-        return EXACT * max(1.0, largest(right)) if self.exact else self.rounding
+        largest = right.nan_to_num(0, 0, 0).abs().max().item()
+        return EXACT * max(1.0, largest) if self.exact else self.rounding
 
 
 class WideCasts(TorchFunctionMode):
