@@ -80,11 +80,11 @@ def attend_plain(
     if mask is not None:
         absent = torch.zeros(mask.shape, dtype=work, device=mask.device).masked_fill(~mask, -torch.inf)[:, None]
         bias = absent if bias is None else bias + absent
-    parts = []
+    wide, parts = k.to(work), []
     for start in range(0, t, QUERIES):
         stop = min(start + QUERIES, t)
         seen = s - t + stop  # keys after those are not seen by any of these queries
-        scores = q[:, :, start:stop].to(work) @ k[:, :, :seen].to(work).mT
+        scores = q[:, :, start:stop].to(work) @ wide[:, :, :seen].mT
         scores = scores if bias is None else scores + bias[:, :, None, :seen].to(work)
         if stop - start > 1:
             later = torch.ones(stop - start, seen, dtype=torch.bool, device=q.device).triu(seen - stop + start + 1)

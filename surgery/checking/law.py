@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GenerationConfig, PreTrainedModel
@@ -66,11 +66,12 @@ def measure_rounding(model: PreTrainedModel, logits: Tensor, ids: Tensor, dtype:
         factor = 1 + torch.finfo(dtype or output.dtype).eps * (2 * torch.rand(output.shape, generator=noise) - 1)
         return (output.double() * factor.to(output.device)).to(output.dtype)
 
-    handle = model.get_input_embeddings().register_forward_hook(perturb)
+    handles = [each.register_forward_hook(perturb) for each in model.modules() if isinstance(each, nn.Embedding)]
     try:
         moved = model(input_ids=ids.to(model.device), use_cache=False).logits[0].cpu()
     finally:
-        handle.remove()
+        for handle in handles:
+            handle.remove()
     response = (moved.double() - logits.cpu()).nan_to_num(0, 0, 0).abs().max().item()
     return LEAST * max(1.0, logits.nan_to_num(0, 0, 0).abs().max().item()) + TIMES * response
 

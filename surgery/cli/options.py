@@ -95,15 +95,14 @@ def read_record(path: Path, kind: Any) -> Any:
 
 
 def open_model(name: str, options: Any = None, trust_remote_code: bool = False) -> tuple[Any, Any]:
-    """(model, tokenizer), without the bars of transformers. options: the Recipe that says in what it is computed, and where; by
-    default as the files have it, to be written again."""
+    """(model, tokenizer), without the bars of transformers. options: the Recipe that says in what it is computed, and where."""
     from transformers.utils import logging
 
     from surgery.models.load import load
 
     logging.disable_progress_bar()
     if options is None:
-        return load(name, dtype="stored", trust_remote_code=trust_remote_code)
+        return load(name, trust_remote_code=trust_remote_code)
     given = {"dtype": options.dtype, "device": options.device, "tokenizer": options.tokenizer}
     return load(name, trust_remote_code=trust_remote_code, **given)
 

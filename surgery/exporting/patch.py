@@ -22,10 +22,10 @@ from surgery.errors import UserError
 from surgery.exporting.origin import Origin, find_origin
 from surgery.exporting.tokenizer import save_tokenizer
 from surgery.modeling import family_of
-from surgery.models.load import load, one_line, read_tokenizer
+from surgery.models.load import load, read_tokenizer
 from surgery.records.record import Record
 from surgery.runtime.files import file_digest
-from surgery.splicing.splice import adopt, contain, sample
+from surgery.splicing.splice import adopt, sample
 
 RECORD, WEIGHTS = "patch.json", "patch.safetensors"
 # Fields of a configuration that differ though the model does not, or that name code.
@@ -128,23 +128,26 @@ def _join(patch: Patch, weights: dict[str, Tensor], original: PreTrainedModel, f
     config = copy.deepcopy(base.config)
     for name, value in patch.config.items():
         setattr(config, name, value)
-    hybrid = contain(base, family.hybrid, config)
-    hybrid.base_sample = sample(base)
-    mixers = {entry["layer"]: hybrid.mixer_at(entry["layer"]) for entry in patch.grafts}
-    hybrid.config.grafts = patch.grafts
-    hybrid.put_grafts()
-    for layer, mixer in mixers.items():
-        if (graft := hybrid.mixer_at(layer)) is not mixer:  # of a whole layer
-            graft.replaced = [mixer]
-    try:
-        missing, strays = hybrid.load_state_dict(weights, strict=False, assign=True)
-    except RuntimeError as error:  # of another shape
-        raise UserError(f"{folder / WEIGHTS} does not fit {RECORD}: {one_line(error)}") from error
-    if missing := sorted(name for name in missing if ".graft." in name):
-        raise UserError(f"{folder / WEIGHTS} does not fit {RECORD}: the tensor '{missing[0]}' is missing")
-    if strays:
-        raise UserError(f"{folder / WEIGHTS} holds a tensor that the hybrid has no place for, '{min(strays)}'")
+    config.grafts = patch.grafts
+    with torch.device("meta"):
+        hybrid = family.hybrid(config)
+    values = base.state_dict() | weights
+    state = hybrid.state_dict()
+    if wrong := sorted(name for name, tensor in state.items() if name not in values or values[name].shape != tensor.shape):
+        raise UserError(f"{folder / WEIGHTS} does not fit {RECORD}: the tensor '{wrong[0]}' is missing or has another shape")
+    if strays := sorted(weights.keys() - state.keys()):
+        raise UserError(f"{folder / WEIGHTS} holds a tensor that the hybrid has no place for, '{strays[0]}'")
+    hybrid.load_state_dict({name: values[name] for name in state}, assign=True)
+    buffers = dict(original.named_buffers())
+    for name, buffer in list(hybrid.named_buffers()):  # those that no checkpoint holds
+        if buffer.is_meta:
+            owner, _, leaf = name.rpartition(".")
+            hybrid.get_submodule(owner).register_buffer(leaf, buffers[name], persistent=False)
     hybrid.tie_weights()
+    hybrid.base_sample = sample(base)
+    for entry in (each for each in patch.grafts if each.get("kind") == "layer"):
+        hybrid.mixer_at(entry["layer"]).replaced = [base.mixer_at(entry["layer"])]
+    hybrid.generation_config = original.generation_config
     for name, parameter in hybrid.named_parameters():
         parameter.requires_grad_(".graft." in name)
     return hybrid.eval()

@@ -89,7 +89,8 @@ class HybridBackbone(GraftedModel):
         mask = create_recurrent_attention_mask(config, hidden, attention_mask, past_key_values=cache)
         if hidden.shape[1] == 1 and attention_mask is not None and not is_tracing(attention_mask):
             last = attention_mask[:, -1:]  # of a token alone transformers gives no mask
-            mask = mask if bool(last.all()) else last
+            if 0 < int(last.sum()) < len(last):  # of none: a mask that is longer than what is read
+                mask = last
         with_states = config.output_hidden_states if output_hidden_states is None else output_hidden_states
         states = []
         for block in self.layers:

@@ -46,8 +46,8 @@ def function_of(config: Any) -> dict[str, Any]:
     fields = {name: value for name, value in config.to_dict().items() if name not in UNRELATED and value is not None}
     family = family_of(config)
     fields["base"] = config.model_type if family is None else family.model_type
-    if fields["base"] in ("nemotron_h", "zamba2"):  # which clamp every time step by it
-        fields["time_step_min"] = config.time_step_min
+    if fields["base"] in ("nemotron_h", "zamba2") and config.time_step_min != type(config)().time_step_min:
+        fields["time_step_min"] = config.time_step_min  # by which these clamp every time step
     grafts = sorted(getattr(config, "grafts", None) or [], key=lambda entry: entry["layer"])
     if grafts:
         fields["grafts"] = [

@@ -7,6 +7,7 @@ import copy
 import re
 import types
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin
 
@@ -142,12 +143,17 @@ class Data(Record):
     """The field of a document that holds its text."""
     facts: str = TOY
     """Facts that are asked: toy (the built-in toy data), capitals (real ones), or a .jsonl file."""
-    skills: Annotated[
-        Literal["auto"] | Annotated[tuple[Literal["choice", "knowledge"], ...], BeforeValidator(_several)], AUTO
-    ] = "auto"
+    skills: Annotated[Literal["auto"] | Names, AUTO] = "auto"
     """Skills that an edit must not cost: choice (multiple choice) and knowledge (facts). auto: both. []: none."""
     rare: Weight = 10.0
     """Repeated rare bigrams: how often, per million tokens of train_text, such a bigram may occur."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for skill in () if self.skills == "auto" else self.skills:
+            if skill not in ("choice", "knowledge"):
+                raise ValueError(f"skills: there is no skill '{skill}'; there are choice and knowledge")
+        return self
 
 
 class Examples(Record):
@@ -343,9 +349,13 @@ class Recipe(Record):
         options = [self.locate.options, *(entry.options for entry in self.tune.examples)]
         given = [value for each in options for value in each.values()]
         values = [each for value in given for each in (value if isinstance(value, list | tuple) else [value])]
-        names = [*self.data.train_text, self.data.held_out_text, self.data.facts, *values]
-        names = [name for name in names if isinstance(name, str) and name not in (TOY, "capitals")]
-        return sorted({Path(name) for name in names if Path(name).exists()})
+        facts = [name for name in (self.data.facts, *values) if isinstance(name, str) and name != "capitals"]
+        names = {*self.data.train_text, self.data.held_out_text, *facts} - {TOY, ""}
+        found = set[Path]()
+        for path in map(Path, names):
+            with suppress(OSError):  # an option that is a long text is no file
+                found |= {path} if path.exists() else set()
+        return sorted(found)
 
 
 # Settings of 0.30 that went, by section, and where their work is done now.
