@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 from surgery.errors import UserError
 from surgery.evaluation.controls import CONTROLS
-from surgery.evaluation.verdict import HARM
 from surgery.locating.locate import BLOCK, CHOSEN
 from surgery.locating.roles import DEEP, OTHERS, PLACES, SCREENED
 from surgery.look import Look, cache_folder
@@ -89,7 +88,7 @@ def go_on(recipe: Recipe, report: Report, out: Path, trust_remote_code: bool = F
     folders = {name: folder for name in report.models if (folder := out / "tuning" / name).is_dir()}
     undone = any(model.back_to is not None for model in report.models.values())
     fell = [name for name, folder in folders.items() if recipe.tune.steps == "auto" and still_fell(folder)]
-    if undone or HARM in report.verdict.advice:
+    if undone or report.verdict.remedy == "lower rate":
         rate = min(recipe.tune.learning_rate / 10, Tune().learning_rate)
         why = f"{'The loss rose in tuning' if undone else 'Tuning did harm'}; a lower rate"
         setting = f"tune.learning_rate={rate:.1g}"
@@ -98,7 +97,7 @@ def go_on(recipe: Recipe, report: Report, out: Path, trust_remote_code: bool = F
         if main in fell:
             whose = "The loss" if len(fell) == 1 else "The loss, and that of controls,"
         why, setting = f"{whose} still fell when tuning ended; more steps", f"tune.max_steps={2 * recipe.tune.max_steps}"
-    elif "more heads" in report.verdict.advice and heads and plan.sites is None and (plan.heads != "auto" or heads >= most):
+    elif report.verdict.remedy == "more heads" and heads and plan.sites is None and (plan.heads != "auto" or heads >= most):
         setting = f"plan.max_heads={2 * plan.max_heads}" if plan.heads == "auto" else f"plan.heads={2 * plan.heads}"
         why = "There is more to gain, maybe with more heads"
     else:

@@ -8,14 +8,13 @@ named. Where nothing is gained, the verdict says what to try.
 from collections.abc import Mapping, Sequence
 
 from surgery.evaluation.controls import CONTROLS, NAMES, PREFIX
-from surgery.records.report import Answer, Change, Estimate, Measurement, ModelReport, Verdict, figure
+from surgery.records.report import Answer, Change, Estimate, Measurement, ModelReport, Remedy, Verdict, figure
 from surgery.runtime.progress import size
 
 BOUND, BOUND_OF_LOSS = 0.02, 0.01  # what counts as lost: accuracy, and nats per token
 HALF = 0.5  # of what was missing: a "yes" that stays below it is not the last word
 CEILING = 0.98  # an accuracy above which hardly anything is left to gain
 ORDER = ("kv", "kv_unseen", "bigrams", "needle", "multiple_choice")  # what a verdict is about, the first that was measured
-HARM = "Tuning did the harm: untrained it does better. "
 MORE_STEPS = "more steps (tune.steps, or tune.max_steps where that is auto)"
 MUCH = 0.1  # of the tokens of text, on which a graft acts; plan.share is 0.01 by default
 MOST = 4  # measurements in a sentence
@@ -84,7 +83,7 @@ def judge(
                 "text, and fewer heads (plan.heads) act on less."
             )
     far = answer == "yes" and share is not None and share.high < HALF
-    advice = _advise(measurements, models, name, measurement, answer) if answer != "yes" or far else ""
+    remedy, advice = _advise(measurements, models, name, measurement, answer) if answer != "yes" or far else ("", "")
     return Verdict(
         answer=answer,
         model=name,
@@ -92,6 +91,7 @@ def judge(
         sentence=sentence,
         details=tuple(filter(None, details)),
         advice=advice,
+        remedy=remedy,
     )
 
 
@@ -197,10 +197,11 @@ def _said_of_price(base: ModelReport, model: ModelReport) -> str:
 
 def _advise(
     measurements: Mapping[str, Measurement], models: Mapping[str, ModelReport], name: str, measurement: str, answer: Answer
-) -> str:
-    """What to try, from what is known."""
+) -> tuple[Remedy, str]:
+    """What to try, from what is known: what `surgery run` can do about it, and all of it in words."""
     base, model, asked = next(iter(models.values())), models[name], measurements[measurement]
     change, is_loss = model.changes[measurement], asked.metric == "loss"
+    remedy: Remedy = ""
     said = []
     gains = [
         f"{m.label} {figure(base.results[key])} to {figure(model.results[key])}"
@@ -212,16 +213,19 @@ def _advise(
         and (c.mean < 0) == is_loss
     ]
     if answer == "not judged":
-        return f"In place of {asked.label} choose a size or a probe that the base can do in part (locate.options, bench.pairs)."
+        return "", f"In place of {asked.label} take a size or a probe that the base does in part (locate.options, bench.pairs)."
     if model.sites and all(each.mean == 0 for each in model.changes.values()):
-        return "The grafts closed in tuning: all answers are the base's. Lower tune.kl_weight, or take hints (tune.hints={})."
+        closed = "The grafts closed in tuning: all answers are the base's."
+        return "", f"{closed} Lower tune.kl_weight, or take hints (tune.hints={{}})."
     if answer == "no" and model.back_to is not None:  # what to do is said of tuning
-        return ""
+        return "", ""
     tuned = is_behind(model, models.get("spliced", model), measurement, is_loss)
     harm, full = answer == "no" and (change.shown or tuned), not is_loss and base.results[measurement].mean >= CEILING
     if harm:
+        remedy = "lower rate" if tuned else ""
+        did = "Tuning did the harm: untrained it does better. " * tuned
         fewer = ", or graft fewer heads (plan.heads)" * (not tuned)
-        said.append(f"{HARM * tuned}Lower tune.learning_rate{fewer}.")
+        said.append(f"{did}Lower tune.learning_rate{fewer}.")
     elif answer == "no" and full:
         said.append("The base is nearly perfect here, so a gain could not show: ask for more pairs (bench.pairs).")
     elif answer == "no" and not change.shown and change.detectable and change.detectable > 2 * BOUND:
@@ -229,14 +233,16 @@ def _advise(
     if answer == "no" and gains:
         said.append(f"It does gain elsewhere: {'; '.join(gains[:MOST])}; locate and tune nearer to {asked.label}.")
     if answer == "no" and model.sites and not (gains or harm or full):
+        remedy = "more heads"
         said.append(f"Try more heads (plan.heads), {MORE_STEPS}, or hints and adapters (tune.hints, tune.lora).")
     if answer == "mixed":
         said.append("Let null keys read the query (plan.keep_skills=true), or let the grafts act on less text (plan.share).")
     if answer == "yes":
+        remedy = "more heads"
         said.append(
             f"Most of it is still missing. Try more heads (plan.heads), {MORE_STEPS}, or adapters, which change "
             "what the base says, too (tune.lora={target_modules: [in_proj, out_proj]})."
         )
     if answer == "unclear":
         said.append("A cheaper change may be enough; compare the controls in the table.")
-    return " ".join(said)
+    return remedy, " ".join(said)

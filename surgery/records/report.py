@@ -7,6 +7,7 @@ from surgery.records.record import Provenance, Record
 from surgery.records.site import SitesText
 
 Answer = Literal["yes", "mixed", "unclear", "no", "not judged"]
+Remedy = Literal["", "lower rate", "more heads"]
 
 
 class Measurement(Record):
@@ -125,6 +126,8 @@ class Verdict(Record):
     """Sentences on controls, what was lost, the gate and the price."""
     advice: str = ""
     """What to try next, where nothing was gained."""
+    remedy: Remedy = ""
+    """What of the advice `surgery run` turns into a command."""
 
 
 class Report(Record):

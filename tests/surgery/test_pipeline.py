@@ -78,23 +78,23 @@ def test_a_run_leaves_each_stages_file(ran):
 
 
 @pytest.mark.parametrize(
-    ("settings", "since", "advice", "setting"),
+    ("settings", "since", "remedy", "setting"),
     [
-        ("tune.steps=auto tune.max_steps=8", 0, "more heads (plan.heads)", "tune.max_steps=16"),
-        ("tune.steps=auto", 2, "more heads (plan.heads)", "plan.heads=2"),
-        ("tune.steps=auto plan.heads=auto", 2, "more heads (plan.heads)", None),  # no further head helped
-        ("tune.steps=auto plan.heads=auto plan.max_heads=1", 2, "more heads (plan.heads)", "plan.max_heads=2"),
-        ("plan.sites=L0.H1", 0, "more heads (plan.heads)", None),
-        ("tune.steps=auto", 2, "ask more (bench.limit)", None),
+        ("tune.steps=auto tune.max_steps=8", 0, "more heads", "tune.max_steps=16"),
+        ("tune.steps=auto", 2, "more heads", "plan.heads=2"),
+        ("tune.steps=auto plan.heads=auto", 2, "more heads", None),  # no further head helped
+        ("tune.steps=auto plan.heads=auto plan.max_heads=1", 2, "more heads", "plan.max_heads=2"),
+        ("plan.sites=L0.H1", 0, "more heads", None),
+        ("tune.steps=auto", 2, "", None),
     ],
 )
-def test_the_last_line_is_a_command_that_goes_on(ran, tmp_path, place, settings, since, advice, setting):
+def test_the_last_line_is_a_command_that_goes_on(ran, tmp_path, place, settings, since, remedy, setting):
     recipe, out = make_recipe(place, *settings.split()), tmp_path / "my run"
     (out / "tuning" / "tuned" / "checkpoint-2").mkdir(parents=True)
     (out / "tuning" / "tuned" / "checkpoint-2" / "state.json").write_text(f'{{"watcher": {{"since": {since}}}}}')
     (out / "recipe.yaml").write_text(recipe_text(recipe))
     report = Report.read(ran / "report.json")
-    report = report.model_copy(update={"verdict": report.verdict.model_copy(update={"advice": advice})})
+    report = report.model_copy(update={"verdict": report.verdict.model_copy(update={"remedy": remedy})})
     line = automatic.go_on(recipe, report, out)
     if since == 0 and recipe.tune.steps == "auto":  # a control, whose loss still fell, is named
         shutil.copytree(out / "tuning" / "tuned", out / "tuning" / "control_same_layer")
