@@ -53,7 +53,7 @@ gpu-rehearsal: .venv/.dev
 	PYTHONPATH=.gpu-rehearsal $(BIN)/python -m pytest -n 0 tests/kernels tests/surgery/tuning/test_waits.py
 
 clean:
-	rm -rf .venv runs build dist
+	rm -rf .venv build dist
 
 # Without --no-compile pip would compile all modules of torch; only what a command imports is compiled here, once.
 .venv/.core: pyproject.toml constraints.txt

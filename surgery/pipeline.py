@@ -23,11 +23,11 @@ from surgery.probes import make_probe, training_options
 from surgery.probes.question import Question
 from surgery.records.plan import Plan
 from surgery.records.ranking import Ranking
-from surgery.records.recipe import Recipe, recipe_text
+from surgery.records.recipe import Recipe, read_recipe, recipe_text
 from surgery.records.record import Record, provenance
 from surgery.records.report import Report
 from surgery.report.page import write_report
-from surgery.runtime.files import OutputFolder, file_digest, open_output, settings_digest
+from surgery.runtime.files import RECIPE, OutputFolder, file_digest, open_output, settings_digest
 from surgery.runtime.processes import is_main, on_main
 from surgery.runtime.progress import say
 from surgery.splicing.splice import adopt, splice
@@ -80,8 +80,8 @@ def run(
             say(f"{out} is finished; nothing has changed")
             return Report.read(Path(out) / "report.json")
         check_recipe(base, tokenizer, recipe)
-        if is_main():
-            output.write("recipe.yaml", recipe_text(recipe))
+        if is_main() and not ((kept := output.path / RECIPE).exists() and read_recipe(kept) == recipe):
+            output.write(RECIPE, recipe_text(recipe))
         ranking = once(output, "ranking.json", located, Ranking, partial(locate_heads, base, tokenizer, recipe, print_))
         say(f"locate: {ranking.circuit.sentence if ranking.circuit else f'{ranking.heads[0].site} leads'}")
         plan = once(output, "plan.json", planned, Plan, partial(choose_plan, base, tokenizer, ranking, recipe, print_))

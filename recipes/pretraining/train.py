@@ -1,6 +1,6 @@
 """Makes a built-in base from its recipe, in minutes on one thread:
 
-    python recipes/pretraining/train.py recipes/pretraining/tiny-skills.yaml --out checkpoints/tiny-skills
+    python recipes/pretraining/train.py recipes/pretraining/tiny-skills.yaml --out runs/tiny-skills
 
 It learns from the toy data: sequences with several questions each, and documents. Retrieval appears only if a curriculum starts
 with two records and adds one whenever these are learnt. It is learnt before there is any text, which decides where in the
@@ -454,12 +454,12 @@ split like sentences.
 Trained {datetime.now(UTC).date()} in {seconds / 60:.0f} minutes of processor time on {source.machine}; seed {recipe.seed};
 {packages}. The recipe is `recipe.yaml`, the losses `log.jsonl`, the figures above `measured.json`. To make it again:
 
-    python recipes/pretraining/train.py recipes/pretraining/{name}.yaml --out checkpoints/{name}
+    python recipes/pretraining/train.py recipes/pretraining/{name}.yaml --out runs/{name}
 """
 
 
 def write(out: Path, training: Training, measured: dict[str, Any]) -> None:
-    """Write the checkpoint folder."""
+    """Write the checkpoint folder, which is empty or not there yet."""
     recipe, model = training.recipe, training.model
     base = unsplice(model) if hasattr(model, "disable_grafts") and not model.config.grafts else model
     base.save_pretrained(out)
@@ -482,6 +482,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("recipe", type=Path)
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args(arguments)
+    if given.out.exists() and any(given.out.iterdir()):
+        raise UserError(f"--out {given.out} holds files already; choose another --out, or an empty folder")
     recipe = BaseRecipe.model_validate(parse_yaml(read_text(given.recipe), str(given.recipe)))
     training = Training(recipe, build_tokenizer(), given.out.parent / f"{given.out.name}-pretraining")
     training.restore()

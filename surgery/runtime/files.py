@@ -26,6 +26,7 @@ from surgery.runtime.processes import is_main
 MANIFEST = ".mamba-surgery.json"
 LOCK = ".mamba-surgery.lock"
 STAGING = ".mamba-surgery.new"
+RECIPE = "recipe.yaml"  # of a run, which reads it on --resume: it may have been edited
 
 
 def read_text(path: str | Path) -> str:
@@ -129,7 +130,7 @@ class OutputFolder(AbstractContextManager["OutputFolder"]):
         self._lock, self._new, self._empty = lock, new, empty
         self._files: dict[str, str] = {}
         self._made_by: dict[str, str] = {}
-        self._open: list[str] = []
+        self._open: dict[str, list[str]] = {}  # folders that are being filled -> the files there that are not ours
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._lock is None:
@@ -171,13 +172,11 @@ class OutputFolder(AbstractContextManager["OutputFolder"]):
         if settings is not None and self._made_by.get(name) != settings_digest(settings):
             self.remove([file for file in self._files if file.startswith(f"{name}/")])
         self._made_by[name] = settings_digest(settings)
-        foreign = {file for file in self._below(name) if file not in self._files}
-        self._open.append(name)
+        self._open[name] = [file for file in self._below(name) if file not in self._files]
         self._save()
         path.mkdir(parents=True, exist_ok=True)
         yield path
-        self._open.remove(name)
-        self._claim(file for file in self._below(name) if file not in foreign)
+        self._claim(name, self._open.pop(name))
         self._save()
 
     @contextmanager
@@ -210,6 +209,8 @@ class OutputFolder(AbstractContextManager["OutputFolder"]):
 
     def clear(self) -> None:
         """Remove all that an earlier run wrote here."""
+        if self._lock is None:  # the main process does it
+            return
         self.remove(list(self._files))
         self._made_by = {}
         self._save()
@@ -217,14 +218,16 @@ class OutputFolder(AbstractContextManager["OutputFolder"]):
     def _refuse_foreign(self, name: str) -> None:
         if name not in self._files and (self.path / name).exists():
             raise UserError(f"{self.path / name} was not written by this toolkit, so it is not replaced; move it away")
+        self._removable([name])
 
     def _below(self, name: str) -> list[str]:
         """The files in a folder."""
         found = (path for path in sorted((self.path / name).rglob("*")) if path.is_file() and not path.is_symlink())
         return [path.relative_to(self.path).as_posix() for path in found]
 
-    def _claim(self, files: Iterable[str]) -> None:
-        self._files |= {file: file_digest(self.path / file) for file in files}
+    def _claim(self, name: str, foreign: Iterable[str]) -> None:
+        """What is in a folder is ours, but for these files."""
+        self._files |= {file: file_digest(self.path / file) for file in self._below(name) if file not in set(foreign)}
 
     def _save(self, moving: dict[str, str] | None = None) -> None:
         held = {"folder": os.stat(self.path).st_ino, "files": self._files, "settings": self._made_by, "open": self._open}
@@ -236,7 +239,7 @@ class OutputFolder(AbstractContextManager["OutputFolder"]):
         text = read_text(self.path / MANIFEST)
         try:
             held = json.loads(text)
-            inode, opened, moving = held["folder"], list(held["open"]), dict(held["moving"])
+            inode, opened, moving = held["folder"], dict(held["open"]), dict(held["moving"])
             self._files, self._made_by = dict(held["files"]), dict(held["settings"])
             names = [Path(name) for name in (*self._files, *opened, *moving)]
         except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -245,8 +248,8 @@ class OutputFolder(AbstractContextManager["OutputFolder"]):
             name.is_absolute() or ".." in name.parts or not name.parts for name in names
         ):
             raise UserError(f"{self.path} is a copy of a folder that was written elsewhere; choose another --out")
-        for name in opened:
-            self._claim(self._below(name))
+        for name, foreign in opened.items():
+            self._claim(name, foreign)
         arrived = {name: digest for name, digest in moving.items() if (self.path / name).is_file()}
         self._files |= {name: digest for name, digest in arrived.items() if file_digest(self.path / name) == digest}
 
@@ -287,6 +290,8 @@ def check_output(
 ) -> bool:
     """Raise UserError where open_output would, before any work, and write nothing. Whether an earlier run's files are there."""
     path = Path(folder)
+    if resume and overwrite:
+        raise UserError("--resume goes on with an earlier run, and --overwrite removes it; give one of them")
     refuse_inputs(path, inputs)
     if path.exists() and not path.is_dir():
         raise UserError(f"--out {path} is a file; name a folder")
@@ -328,8 +333,7 @@ def open_output(
         if present:
             output._read()
         shutil.rmtree(path / STAGING, ignore_errors=True)
-        if overwrite:
-            output._removable(output._files)
+        output._removable(name for name in output._files if overwrite or name != RECIPE)
         output._save()
     except BaseException as error:
         output.__exit__(type(error), error, None)
@@ -338,7 +342,7 @@ def open_output(
 
 
 def _take_lock(folder: Path) -> int:
-    """Lock a folder for this process; the system gives it free if the process dies. Raises UserError that names the holder."""
+    """Lock a folder for this process; the system releases it if the process dies. Raises UserError that names the holder."""
     path = folder / LOCK
     try:
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)

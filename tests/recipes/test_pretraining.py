@@ -80,6 +80,8 @@ def test_a_checkpoint_is_what_was_measured(tmp_path: Path) -> None:
     assert written.steps == 2
     tokenizer = train.build_tokenizer()
     measured = parse_yaml((tmp_path / "small" / "measured.json").read_text(), "")
+    with pytest.raises(UserError, match="holds files"):
+        train.main([str(tmp_path / "small.yaml"), "--out", str(tmp_path / "small")])
     again = train.measure(train.adopt(model).eval(), tokenizer, written)
     assert again.pop("perplexity") == pytest.approx(measured.pop("perplexity"))
     assert again == measured

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,24 @@ def test_a_file_of_ours_that_was_changed_ends_the_command_before_anything_is_rem
     with pytest.raises(UserError, match="w"):
         open_output(ran, overwrite=True)
     assert contents(ran) == before
+
+
+@pytest.mark.parametrize("name", ["a.json", "hybrid/w"])
+def test_a_file_of_ours_that_was_edited_is_not_replaced(ran, name):
+    (ran / name).write_text("edited")
+    with pytest.raises(UserError, match="was changed"):
+        open_output(ran, resume=True)
+    with pytest.raises(UserError, match="give one"):
+        open_output(ran, resume=True, overwrite=True)
+
+
+def test_only_the_main_process_clears(ran, monkeypatch):
+    before = contents(ran)
+    monkeypatch.setattr("surgery.runtime.files.is_main", lambda: False)
+    with open_output(ran, overwrite=True) as output:
+        output.clear()
+    assert contents(ran) == before
+    assert "a.json" in (ran / MANIFEST).read_text()
 
 
 def test_a_folder_of_others_is_refused(tmp_path):
@@ -221,8 +240,13 @@ def test_what_has_the_name_of_the_lock_is_left_alone(tmp_path, way):
 
 def test_a_file_of_the_users_in_a_long_folder_stays_theirs(ran):
     (ran / "tuning" / "one" / "notes.txt").write_text("mine")
-    with open_output(ran, resume=True) as output, output.folder("tuning/one", {"steps": 1}) as long:
+    with (
+        suppress(KeyboardInterrupt),
+        open_output(ran, resume=True) as output,
+        output.folder("tuning/one", {"steps": 1}) as long,
+    ):
         (long / "d").write_text("4")
+        raise KeyboardInterrupt
     with open_output(ran, overwrite=True) as output:
         output.clear()
     assert contents(ran) == {"tuning/one/notes.txt": b"mine"}
