@@ -45,8 +45,8 @@ def attend(
     if not q.numel() or not v.numel():
         work = torch.promote_types(v.dtype, torch.float32)
         return v.new_zeros(*q.shape[:3], v.shape[-1]), v.new_ones(q.shape[:3], dtype=work)
-    if bias is not None and mask is not None:
-        bias, mask = bias.masked_fill(~mask[:, None], -torch.inf), None
+    if mask is not None and (bias is not None or packing is not None):
+        bias, mask = torch.where(mask[:, None], q.new_zeros(()) if bias is None else bias, -torch.inf), None
     with own_precision(q):
         if packing is None:
             y, m = ATTEND(q, k, v, bias, null, mask, None, backend=backend)

@@ -25,6 +25,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from surgery.errors import UserError
 from surgery.kernels.functions import as_tuple, learns, traced
 from surgery.kernels.operators import Likeness, Operator
 
@@ -34,7 +35,7 @@ MODULES = ("attention", "conv", "selective", "ssd")  # that define operations
 GPU = torch.OutOfMemoryError  # says nothing about a backend: the call was too large
 
 
-class KernelError(ValueError):
+class KernelError(UserError):
     """No such operation or backend, or one that was asked for and cannot serve."""
 
 
@@ -71,9 +72,9 @@ ON_GPU: dict[str, Any] = {"device": "cuda", "probed": True, "by_size": True, "op
 
 @dataclass(frozen=True)
 class Argument:
-    """Written name:dims, with ? behind the name where it may be None, ! where it is changed, and behind the dims + for numbers
-    above 0, - for numbers below, # for documents (int32), & for which exist (bool); or name=type for a number. schema: the same
-    in the words of torch.library."""
+    """Written name:dims. After the name: ? it may be None, ! it is changed in place. After dims: + positive, - negative, #
+    document numbers (int32), & which tokens exist (bool). name=type is a number. schema: the same in the words of
+    torch.library."""
 
     name: str
     dims: str
@@ -255,14 +256,14 @@ def _real(m: Any) -> bool:
 @cache
 def parse_requests(text: str) -> dict[str, str]:
     """Operation -> the backend that SURGERY_KERNELS asks for."""
+    for module in MODULES:
+        import_module(f"surgery.kernels.{module}")
     if text.strip() == "hub":
         return {name: "hub" for name, operation in Operation.registry.items() if "hub" in operation.backends}
     pairs = [item.split("=", 1) for item in text.split(",") if item.strip()]
     if any(len(pair) != 2 or not pair[1].strip() for pair in pairs):
         raise KernelError("SURGERY_KERNELS must read operation=backend[,operation=backend...]")
     asked = {operation.strip(): name.strip() for operation, name in pairs}
-    for module in MODULES:
-        import_module(f"surgery.kernels.{module}")
     if unknown := sorted(asked.keys() - Operation.registry.keys()):
         known = ", ".join(sorted(Operation.registry))
         raise KernelError(f"SURGERY_KERNELS: there is no operation '{unknown[0]}'; there are {known}")

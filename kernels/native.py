@@ -187,12 +187,11 @@ class Workspace(ctypes.Structure):
             raise MemoryError("no memory for a kernel's workspace")
 
 
-def fields(integers: str, tensors: str, views: str = "", reals: str = "") -> tuple:
-    """The fields of a Workspace, by their names in order: real numbers, integers, tensors (with their strides those that are in
+def fields(integers: str, tensors: str, views: str = "") -> tuple:
+    """The fields of a Workspace, by their names in order: integers, tensors (with their strides those that are in
     `views`, too); and what all end with: `next`, the counter of units, and `failed`, whether there was no memory."""
     kinds = dict.fromkeys(views.split(), View)
     return (
-        *((name, ctypes.c_double) for name in reals.split()),
         *((name, ctypes.c_int64) for name in integers.split()),
         *((name, kinds.get(name, ctypes.c_void_p)) for name in tensors.split()),
         *((name, ctypes.c_int64) for name in ("next", "failed")),

@@ -106,7 +106,7 @@ def versions(record: Record) -> None:
         except Exception as failure:
             record.say(package, absent=f"{type(failure).__name__}: {str(failure)[:120]}")
     with record.attempt("wanted"):
-        import tomllib  # Python 3.10 has none
+        import tomllib
 
         from packaging.requirements import Requirement
 

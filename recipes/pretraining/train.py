@@ -269,7 +269,7 @@ class Training:
         for number in bar(range(at["all"], recipe.steps), "all kinds"):
             parts = self.parts()
             self.note_tokens(parts)
-            left = (recipe.steps - number) / (recipe.steps * (1 - recipe.decay_from))
+            left = (recipe.steps - number) / max(1.0, recipe.steps * (1 - recipe.decay_from))
             rate = min(1.0, (number + 1) / recipe.warmup_steps) * min(1.0, max(0.05, left))
             self.step(self.losses(parts), rate, "all")
             if at["all"] % 500 == 0:

@@ -22,9 +22,9 @@ from peft import LoraConfig, PeftConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from safetensors import safe_open
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
-from surgery.checking.shrink import first_of_each_kind, random_model, shrink
+from surgery.checking.shrink import first_of_each_kind, make_model, random_model, shrink
 from surgery.errors import UserError
 
 SMALL = 50_000_000  # parameters of a model that is tried itself
@@ -62,7 +62,9 @@ class Coverage:
         return f"{line}; no gradient: {', '.join(self.dead)}" if self.dead else f"{line}; each adapter gets a gradient"
 
 
-def check_adapters(model: PreTrainedModel | PreTrainedConfig, lora: str | Path) -> list[Coverage]:
+def check_adapters(
+    model: PreTrainedModel | PreTrainedConfig, lora: str | Path, trust_remote_code: bool = False
+) -> list[Coverage]:
     """What adapters would train. model: a live one, or a configuration alone. lora: names of modules, "in_proj,out_proj", or
     the folder of a peft adapter. Raises UserError for a folder that holds none, or one of another model."""
     config = model if isinstance(model, PreTrainedConfig) else model.config
@@ -71,8 +73,12 @@ def check_adapters(model: PreTrainedModel | PreTrainedConfig, lora: str | Path) 
         whole, tried = model, model
     else:
         with torch.device("meta"):
-            whole = AutoModelForCausalLM.from_config(config)
-        tried = first_of_each_kind(model) if isinstance(model, PreTrainedModel) else random_model(shrink(config))
+            whole = make_model(config, trust_remote_code)
+        tried = (
+            first_of_each_kind(model)
+            if isinstance(model, PreTrainedModel)
+            else random_model(shrink(config), trust_remote_code=trust_remote_code)
+        )
     saved = Path(lora) if (Path(lora) / "adapter_config.json").is_file() else None
     other = f"the adapter in {lora} is one of another model ({options.base_model_name_or_path})"
     if saved is not None and (reason := _misfit(whole, saved, options)):
@@ -91,9 +97,10 @@ def check_adapters(model: PreTrainedModel | PreTrainedConfig, lora: str | Path) 
 def _misfit(model: PreTrainedModel, folder: Path, options: LoraConfig) -> str:
     """Why a saved adapter is none of this model: its base's type, or the first of its weights that fits no module. "" if it may
     be. No weights are read."""
-    base, file = Path(options.base_model_name_or_path or ""), folder / "adapter_model.safetensors"
+    name, file = options.base_model_name_or_path, folder / "adapter_model.safetensors"
     try:
-        kind = json.loads((base / "config.json").read_text()).get("model_type") if (base / "config.json").is_file() else None
+        described = Path(name or "", "config.json")
+        kind = json.loads(described.read_text()).get("model_type") if name and described.is_file() else None
         with safe_open(file, "pt") if file.is_file() else nullcontext() as saved:
             shapes = {name: saved.get_slice(name).get_shape() for name in saved.keys()} if saved else {}  # noqa: SIM118
     except Exception as error:

@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from surgery.checking.law import CACHES
-from surgery.checking.shrink import DEPTHS, LISTS
+from surgery.checking.shrink import DEPTHS, LISTS, make_model
 from surgery.errors import UserError
 
 LENGTHS = (1024, 4096, 16384, 65536, 262144, 1048576)
@@ -127,7 +127,9 @@ def table_of_bytes(sizes: CacheBytes, batch: int = 1) -> str:
     return "\n".join(lines)
 
 
-def count_cache_bytes(source: PreTrainedConfig | PreTrainedModel, dtype: str | None = None) -> CacheBytes:
+def count_cache_bytes(
+    source: PreTrainedConfig | PreTrainedModel, dtype: str | None = None, trust_remote_code: bool = False
+) -> CacheBytes:
     """Bytes of a model's cache. dtype: what it computes in, by default what its weights are in. Raises UserError where it
     returns no cache."""
     config = source if isinstance(source, PreTrainedConfig) else source.config
@@ -142,7 +144,7 @@ def count_cache_bytes(source: PreTrainedConfig | PreTrainedModel, dtype: str | N
     depth = max(kinds.index(kind) for kind in kinds) + 1
     if config.model_type in ("zamba", "zamba2"):  # its hybrid layers share weights: a single one cannot be made
         depth = [place for place, kind in enumerate(kinds) if "hybrid" in kind][1] + 1
-    model = _hollow(config, depth, wanted)
+    model = _hollow(config, depth, wanted, trust_remote_code)
     first, second = (_measured(model, tokens, depth) for tokens in (SHORT, SHORT + 1))
     for (one, _), (other, _) in zip(first, second, strict=True):
         one.token = other.token - one.token
@@ -150,7 +152,7 @@ def count_cache_bytes(source: PreTrainedConfig | PreTrainedModel, dtype: str | N
     return CacheBytes(config.model_type, wanted, [layer for layer, _ in layers], sum(integers for _, integers in layers))
 
 
-def _hollow(config: Any, depth: int, dtype: torch.dtype) -> Any:
+def _hollow(config: Any, depth: int, dtype: torch.dtype, trust_remote_code: bool) -> Any:
     """The first layers of a model, whose weights take no memory as long as nobody writes them."""
     small = SMALL | ({"intermediate_size": 64} if hasattr(config, "num_attention_heads") else {})  # of MLPs, not of mixers
     for name, value in small.items():
@@ -171,7 +173,7 @@ def _hollow(config: Any, depth: int, dtype: torch.dtype) -> Any:
         except (AttributeError, NotImplementedError):
             continue
     with torch.device("meta"), no_init_weights():
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = make_model(config, trust_remote_code, dtype=dtype)
     return model.to_empty(device="cpu").eval()
 
 

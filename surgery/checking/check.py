@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from surgery.checking.law import Finding, Law, subject_of
-from surgery.checking.shrink import random_model, read_config, shrink
+from surgery.checking.shrink import make_model, random_model, read_config, shrink
 from surgery.errors import UserError
 from surgery.kernels.explain import Sizes
 from surgery.modeling.graft import GraftMixer
@@ -149,11 +149,8 @@ def read_sizes(source: str, trust_remote_code: bool = False) -> tuple[Sizes, tor
     """The sizes of a model's mixers, and what its weights are in: of a model type, a config.json, a folder or a Hub id. Raises
     UserError for a model that has no mixer of a family here."""
     config = read_config(source, trust_remote_code=trust_remote_code).get_text_config(decoder=True)
-    try:
-        with torch.device("meta"):
-            model = adopt(AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code))
-    except ValueError as error:
-        raise UserError(f"transformers cannot make a model of '{config.model_type}': {str(error).splitlines()[0]}") from error
+    with torch.device("meta"):
+        model = adopt(make_model(config, trust_remote_code))
     mixer: Any = next((module for module in model.modules() if isinstance(module, GraftMixer)), None)
     if mixer is None:
         raise UserError(f"a {config.model_type} has no mixer that is computed by kernels of this package")

@@ -82,12 +82,13 @@ def compare_engine(live: PreTrainedModel, folder: Path, engine: str, python: Pat
         difference = math.inf if apart.isnan().any() else apart.max().item()
         # The steps at which the engine chose a token that is not the most probable one here.
         wrong = [i for i, (token, _) in enumerate(steps) if not own[i].max() - own[i, token] <= allowed]
+        largest = not tokens or difference / allowed > worst / bound  # beside what rounding explains
         place = f"after a prompt of {len(prompt)} tokens, {how}"
         if wrong and not others:
             where = f"token {wrong[0] + 1} is another one {place}"
-        elif not others and difference > max(worst, allowed):
+        elif not others and largest and difference > allowed:
             where = f"the largest difference is {place}"
-        worst, bound = max(worst, difference), max(bound, allowed)
+        worst, bound = (difference, allowed) if largest else (worst, bound)
         others, tokens = others + len(wrong), tokens + len(steps)
     kept = sum(count for _, count, _ in said["cached"])
     failed = " ".join(said["failed"].split())[:200]

@@ -21,6 +21,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GenerationConfig, PreTrainedModel
 
+from surgery.kernels.choose import KernelError
+
 Verdict = Literal["wrong", "refused", "right", "not applicable"]
 Pair = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, float]  # what was found, what is right, and a bound of its own
 CACHES = ("past_key_values", "cache_params", "state")  # what models call the cache that they take and return
@@ -130,6 +132,8 @@ class Law:
         for name, case in cases.items():
             try:
                 found.append(subject.judge(name, *case()))
+            except KernelError:  # of a backend that was asked for
+                raise
             except Exception as error:
                 found.append(told_by(error, name))
         # A case that holds outweighs a refusal, which is named beside it.
@@ -143,10 +147,11 @@ class Law:
 
 
 def told_by(error: Exception, name: str) -> Case:
-    """What a case is that ended in an error: a refusal where Python code raised one that says what is not supported. What an
+    """The case of an error: a refusal where Python code raised one that says what is not supported. What an
     operator raises, of shapes or types, is a crash inside."""
-    if isinstance(error, NotApplicable):
-        return Case(name, "not applicable", 0.0, 0.0, str(error))
+    full = isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(error)
+    if full or isinstance(error, NotApplicable):
+        return Case(name, "not applicable", 0.0, 0.0, "there is not enough memory" if full else str(error))
     line = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
     kinds = (ValueError, TypeError, AttributeError, ImportError, RuntimeError)
     words = isinstance(error, kinds) and any(word in str(error).lower() for word in WORDS)

@@ -72,6 +72,7 @@ DERIVED = (
     "local_layer_ids",
     "_name_or_path",
 )
+CODE = ("auto_map", "_name_or_path")  # what finds the model's own code
 MARKS = ("transformers_version", "architectures", "auto_map", "quantization_config", "dtype", "torch_dtype", "grafts")
 
 # What follows from other sizes in a way of its own.
@@ -114,7 +115,8 @@ def read_config(source: str | Path, *, trust_remote_code: bool = False) -> PreTr
             fields = json.loads(path.read_text(encoding="utf-8"))
             if "auto_map" in fields and not trust_remote_code and fields.get("model_type") not in _known_types():
                 raise UserError(f"{path} needs the code of its own folder; --trust-remote-code runs it")
-            return AutoConfig.from_pretrained(path.parent if trust_remote_code else path, trust_remote_code=trust_remote_code)
+            place = path.parent if trust_remote_code and path.name == "config.json" else path
+            return AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code)
         if not path.exists() and str(source) in _known_types():
             return AutoConfig.for_model(str(source), **DEFAULTS.get(str(source), {}))
         if not path.exists() and (path.suffix == ".json" or (path.parent != Path() and path.parent.is_dir())):
@@ -158,6 +160,9 @@ def shrink(config: PreTrainedConfig) -> PreTrainedConfig:
 
 def _as_config(config: PreTrainedConfig, fields: dict[str, Any]) -> PreTrainedConfig:
     fields |= dict.fromkeys(("bos_token_id", "eos_token_id")) | {"pad_token_id": 0}
+    for name in CODE:
+        if getattr(config, "auto_map", None) and getattr(config, name, None):
+            fields[name] = getattr(config, name)
     try:
         small = type(config)(**fields)
     except Exception as error:
@@ -211,15 +216,19 @@ def first_of_each_kind(model: Any) -> Any:
     return few
 
 
+def make_model(config: PreTrainedConfig, trust_remote_code: bool, **options: Any) -> Any:
+    """A model as transformers initialises it. Raises UserError where there is no such class."""
+    try:
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, **options)
+    except Exception as error:
+        raise UserError(f"transformers cannot make a model of '{config.model_type}': {str(error).splitlines()[0]}") from error
+
+
 def random_model(config: PreTrainedConfig, *, seed: int = 0, trust_remote_code: bool = False) -> PreTrainedModel:
     """A model with random weights, large enough for every part to count. Raises UserError where there is no such class."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        try:
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-        except Exception as error:
-            line = str(error).splitlines()[0]
-            raise UserError(f"transformers cannot make a model of '{config.model_type}': {line}") from error
+        model = make_model(config, trust_remote_code)
         enliven(model)
     return model.eval()
 

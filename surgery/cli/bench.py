@@ -17,7 +17,7 @@ from surgery.cli.options import (
     check_data,
     check_model,
     open_model,
-    read_fields,
+    own_grafts,
 )
 from surgery.errors import UserError
 from surgery.records.recipe import read_recipe
@@ -54,7 +54,7 @@ def bench(
     options = read_recipe(recipe, settings, model=base)
     check_data(options.data)
     required = [_parse(each) for each in require]
-    if read_fields(base).get("grafts") and not read_fields(models[0]).get("grafts"):
+    if own_grafts(base) and not own_grafts(models[0]):
         raise UserError(f"{base} is a hybrid and {models[0]} is none; the base comes first")
     with open_output(out, [base, *models, *options.data_files()], resume=resume, overwrite=overwrite) as output:
         from surgery.evaluation.bench import bench as bench_models
@@ -87,8 +87,8 @@ def bench(
 
 def _name(model: str, models: list[str]) -> str:
     """A model's name in the report: its folder's, or all of it where two are alike."""
-    short = Path(model).name
-    return short if [Path(each).name for each in models].count(short) == 1 and short != "base" else model
+    short = Path(model).absolute().name
+    return short if [Path(each).absolute().name for each in models].count(short) == 1 and short != "base" else model
 
 
 def _parse(text: str) -> tuple[str, str, float]:

@@ -20,10 +20,10 @@ def check(
         typer.Option("--architecture", help="Instead: a model type, a config.json, or a model whose weights are not read."),
     ] = None,
     law: Annotated[list[str], typer.Option("--law", help="Only this law; may be given again.")] = [],  # noqa: B006
-    full: Annotated[bool, typer.Option("--full", help="Slow laws, too.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="Ask the slow laws, too.")] = False,
     lora: Annotated[
         str | None,
-        typer.Option("--lora", metavar="TARGETS", help='What adapters reach: "in_proj,out_proj", or an adapter folder.'),
+        typer.Option("--lora", metavar="TARGETS", help='Modules to adapt: "in_proj,out_proj", or an adapter folder.'),
     ] = None,
     show_bytes: Annotated[bool, typer.Option("--bytes", help="Bytes of the cache by length, here and in engines.")] = False,
     dtype: Annotated[str | None, typer.Option("--dtype", help="With --bytes: what the model computes in.")] = None,
@@ -48,6 +48,10 @@ def check(
         check_model(model)
     if unknown := [each for each in law if each not in list_modules("checking/laws", "LAW")]:
         raise UserError(f"there is no law '{unknown[0]}'; `surgery list laws` has them")
+    if (dtype or batch > 1) and not show_bytes:
+        raise UserError("--dtype and --batch are for --bytes")
+    if engine_python and not engine:
+        raise UserError("--engine-python is for --engine")
     if dtype not in (None, *DTYPES):
         raise UserError(f"--dtype is '{dtype}'; take one of {', '.join(DTYPES)}")
     engines = list_table("checking/engines.py", "SCRIPTS")
@@ -66,12 +70,12 @@ def check(
     if lora is not None:
         from surgery.checking.adapters import check_adapters
 
-        rows = check_adapters(open_source(model, architecture, trust_remote_code), lora)
+        rows = check_adapters(open_source(model, architecture, trust_remote_code), lora, trust_remote_code)
         shown.append(("\n".join(map(str, rows)), [vars(row) for row in rows], any(row.is_wrong for row in rows)))
     if show_bytes:
         from surgery.checking.bytes import count_cache_bytes, table_of_bytes
 
-        sizes = count_cache_bytes(open_source(model, architecture, trust_remote_code), dtype)
+        sizes = count_cache_bytes(open_source(model, architecture, trust_remote_code), dtype, trust_remote_code)
         shown.append((table_of_bytes(sizes, batch), sizes.rows(batch), False))
     if engine is not None and model is not None and engine_python is not None:
         from surgery.checking.engines import compare_engine

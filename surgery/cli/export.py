@@ -6,10 +6,12 @@ from typing import Annotated
 import typer
 
 from surgery.cli.options import (
+    Dtype,
     ModelArgument,
     OutFolder,
     Overwrite,
     Trust,
+    _checked,
     check_file,
     check_model,
     open_model,
@@ -29,8 +31,12 @@ def export(
     out: OutFolder,
     format: Annotated[str, typer.Option("--format", help=", ".join(list_table("exporting/export.py", "FORMATS")))] = "hf",
     base: Annotated[str | None, typer.Option("--base", help="The base, for a patch: a folder or a Hub id.")] = None,
-    report: Annotated[Path | None, typer.Option("--report", help="report.json that measured it, for the card.")] = None,
+    report: Annotated[
+        Path | None,
+        typer.Option("--report", help="report.json that measured it, for the card.", callback=_checked(check_file)),
+    ] = None,
     verify: Annotated[str, typer.Option("--verify", help="quick, or full: 64 greedy tokens, in float32.")] = "quick",
+    dtype: Dtype = "auto",
     overwrite: Overwrite = False,
     trust_remote_code: Trust = False,
 ) -> None:
@@ -42,12 +48,12 @@ def export(
     known = list_table("exporting/export.py", "FORMATS")
     if format not in known:
         raise UserError(f"there is no format '{format}'; there are {', '.join(known)}")
-    if format != "gguf":  # which takes bases, too
+    if format in ("hf", "patch"):  # the others take bases, too
         refuse_base(hybrid)
     if base is not None:
         check_model(base)
     check_output(out, [each for each in (hybrid, base, report) if each is not None], overwrite=overwrite)
-    measured = None if report is None else read_record(check_file(report) or report, Report)
+    measured = None if report is None else read_record(report, Report)
     from surgery.exporting.export import PLAN
     from surgery.exporting.export import export as export_hybrid
     from surgery.exporting.patch import RECORD, Patch, join_patch
@@ -57,7 +63,7 @@ def export(
         model, tokenizer = join_patch(hybrid, base)
         base = base or Patch.read(Path(hybrid) / RECORD).base.place(Path(hybrid))
     else:
-        model, tokenizer = open_model(hybrid, trust_remote_code=trust_remote_code)
+        model, tokenizer = open_model(hybrid, trust_remote_code=trust_remote_code, dtype=dtype)
         base = base or _base_of(Path(hybrid))
     proof = export_hybrid(
         model, tokenizer, out, format=format, plan=plan, report=measured, base=base, verify=verify, overwrite=overwrite

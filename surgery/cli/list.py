@@ -28,7 +28,7 @@ def list_names(
         raise UserError(f"surgery list takes one of {', '.join(KINDS)}" + (f", not '{kind}'" if kind else ""))
     rows = [(name, about) for name, about in _names(kind).items() if name.startswith(under)]
     if not rows:
-        raise UserError(f"there are no {kind} under '{under}'")
+        raise UserError(f"there are no {kind} under '{under}'" if under else f"there are no {kind} here; a git clone has them")
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 10_000
     indent = max(len(name) for name, _ in rows) + 2
     for name, about in rows:

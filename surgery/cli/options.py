@@ -53,18 +53,23 @@ def check_data(data: Any) -> None:
             raise UserError(f"there is no file {name}{_close(path)} (data.{key})")
 
 
-def refuse_hybrid(name: str) -> str:
+def own_grafts(name: str) -> list[Any]:
+    """The grafts in a local folder that are not the base's own, as whole layers are that come without a plan."""
+    planned = (Path(name) / "plan.json").exists()
+    grafts = read_fields(name).get("grafts") or ()
+    return [entry for entry in grafts if not entry.get("of_base") and (planned or entry.get("kind") != "layer")]
+
+
+def refuse_hybrid(name: str) -> None:
     """Raise UserError for a local folder that holds a hybrid of ours where a base is wanted."""
-    if any(not entry.get("of_base") for entry in read_fields(name).get("grafts") or ()):
+    if own_grafts(name):
         raise UserError(f"{name} is a hybrid already; give its base")
-    return name
 
 
-def refuse_base(name: str) -> str:
-    """Raise UserError for a local folder that holds no graft where a hybrid is wanted."""
-    if (Path(name) / "config.json").exists() and not read_fields(name).get("grafts"):
+def refuse_base(name: str) -> None:
+    """Raise UserError for a local folder that holds no graft of ours where a hybrid is wanted."""
+    if (Path(name) / "config.json").exists() and not own_grafts(name):
         raise UserError(f"{name} is no hybrid: it holds no grafts; make one with `surgery splice {name} PLAN --out HYBRID`")
-    return name
 
 
 def read_fields(name: str) -> dict[str, Any]:
@@ -94,15 +99,16 @@ def read_record(path: Path, kind: Any) -> Any:
     return kind.read(path)
 
 
-def open_model(name: str, options: Any = None, trust_remote_code: bool = False) -> tuple[Any, Any]:
-    """(model, tokenizer), without the bars of transformers. options: the Recipe that says in what it is computed, and where."""
+def open_model(name: str, options: Any = None, trust_remote_code: bool = False, *, dtype: str = "auto") -> tuple[Any, Any]:
+    """(model, tokenizer), without the bars of transformers. options: the Recipe that says in what it is computed, and where;
+    or dtype alone."""
     from transformers.utils import logging
 
     from surgery.models.load import load
 
     logging.disable_progress_bar()
     if options is None:
-        return load(name, trust_remote_code=trust_remote_code)
+        return load(name, dtype, trust_remote_code=trust_remote_code)
     given = {"dtype": options.dtype, "device": options.device, "tokenizer": options.tokenizer}
     return load(name, trust_remote_code=trust_remote_code, **given)
 
@@ -161,6 +167,7 @@ TextOption = Annotated[
 OutFile = Annotated[Path, typer.Option("--out", help="The file to write.")]
 OutFolder = Annotated[Path, typer.Option("--out", help="The folder to write to.")]
 Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Allow code that comes with the checkpoint to run.")]
+Dtype = Annotated[str, typer.Option("--dtype", help="What it is written in: stored, auto, float32, bfloat16, float16.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what an earlier run wrote to --out.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]

@@ -46,7 +46,8 @@ def plan(
         raise UserError(f"{ranking} does not say which base it is of; say it with --base")
     if base is None and not HUB_ID.fullmatch(model) and not Path(model).exists():
         raise UserError(f"{ranking} is of {model}, which is not here; say where it is with --base")
-    refuse_hybrid(check_model(model))
+    check_model(model)
+    refuse_hybrid(model)
     options = read_recipe(recipe, settings, model=model)
     check_output_file(out, [model, ranking, *([recipe] if recipe else [])], overwrite=overwrite, marks=("sites", "starts"))
     from surgery.models.digests import fingerprint

@@ -61,8 +61,10 @@ def run(
         check_file(place)
         recipe = read_recipe(place, settings)
         check_model(recipe.model)
+        refuse_hybrid(recipe.model)
     else:
-        refuse_hybrid(check_model(target))
+        check_model(target)
+        refuse_hybrid(target)
         recipe = make_recipe(apply_settings({"model": target}, settings), "--set")  # a wrong setting is refused before any work
         if text is not None:
             check_text(text)

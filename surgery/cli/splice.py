@@ -1,6 +1,6 @@
 """surgery splice"""
 
-from surgery.cli.options import BaseArgument, OutFolder, Overwrite, PlanArgument, Trust, open_model, read_record
+from surgery.cli.options import BaseArgument, Dtype, OutFolder, Overwrite, PlanArgument, Trust, open_model, read_record
 from surgery.errors import UserError
 from surgery.records.plan import Plan
 from surgery.runtime.files import open_output
@@ -11,6 +11,7 @@ def splice(
     model: BaseArgument,
     plan: PlanArgument,
     out: OutFolder,
+    dtype: Dtype = "auto",
     overwrite: Overwrite = False,
     trust_remote_code: Trust = False,
 ) -> None:
@@ -25,7 +26,7 @@ def splice(
         from surgery.models.digests import fingerprint
         from surgery.splicing.splice import splice as splice_model
 
-        base, tokenizer = open_model(model, trust_remote_code=trust_remote_code)
+        base, tokenizer = open_model(model, trust_remote_code=trust_remote_code, dtype=dtype)
         made = chosen.provenance
         if made is not None and made.is_of_other(fingerprint(base)):
             raise UserError(f"{plan} is for {made.base} as it was then, and {model} has other weights; locate and plan again")

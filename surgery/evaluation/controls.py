@@ -24,24 +24,22 @@ SHARES = np.linspace(0, 0.95, 96)
 
 @dataclass(frozen=True)
 class Control:
-    """words: in plain words. trained: whether it learns from the training examples. cache: what its cache takes beside the
-    base's."""
+    """words: in plain words. trained: whether it learns from the training examples."""
 
     words: str
     trained: bool
-    cache: str
 
 
 CONTROLS = {
-    "tuned": Control("no attention, the same layers tuned", True, "nothing"),
-    "same_layer": Control("as many other heads of the same layer, tuned", True, "the hybrid's"),
-    "random_site": Control("as many random heads of other layers, tuned", True, "the hybrid's"),
-    "window": Control("attention at all heads of the layer over a window of equal bytes, tuned", True, "the hybrid's"),
-    "adapters": Control("no attention, adapters on all layers tuned", True, "nothing"),
-    "initial_state": Control("no attention, the initial state tuned", True, "nothing"),
-    "whole_layer": Control("attention in the place of the whole layer, tuned", True, "that of all heads of the layer"),
-    "prompt_twice": Control("the base, which reads the prompt twice", False, "nothing"),
-    "copy_cache": Control("the base with an untrained n-gram cache", False, "the tokens of the text"),
+    "tuned": Control("no attention, the same layers tuned", True),
+    "same_layer": Control("as many other heads of the same layer, tuned", True),
+    "random_site": Control("as many random heads of other layers, tuned", True),
+    "window": Control("attention at all heads of the layer over a window of equal bytes, tuned", True),
+    "adapters": Control("no attention, adapters on all layers tuned", True),
+    "initial_state": Control("no attention, the initial state tuned", True),
+    "whole_layer": Control("attention in the place of the whole layer, tuned", True),
+    "prompt_twice": Control("the base, which reads the prompt twice", False),
+    "copy_cache": Control("the base with an untrained n-gram cache", False),
 }
 NAMES = {"base": "base", "spliced": "as many located heads, untrained", "tuned": "as many located heads, tuned"}
 

@@ -1,4 +1,4 @@
-"""What reading and decoding cost: cache and time at each length, by those of the base.
+"""What reading and decoding cost: bytes of the cache, and times relative to the base's.
 
 In each round all models are timed, one after the other, so that a disturbance of the machine hits all of them; a round gives
 one ratio to the base, and the spread of the rounds is reported. On a CPU, time is the processor time of this thread, which
@@ -107,7 +107,7 @@ def _rounds(work: Mapping[str, Callable[[], Any]], models: Mapping[str, Any]) ->
 
 def now(device: torch.device) -> float:
     """Seconds, of which differences count: on a GPU on the wall, on a CPU of this thread, which other work does not slow."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        return time.perf_counter()
-    return time.thread_time()
+    if device.type == "cpu":
+        return time.thread_time()
+    torch.accelerator.synchronize(device)
+    return time.perf_counter()

@@ -1,5 +1,6 @@
 """Standard tasks, by lm-evaluation-harness in this process on the live model: the numbers of `lm_eval --model hf`."""
 
+import copy
 import logging
 from importlib.util import find_spec
 from pathlib import Path
@@ -59,7 +60,8 @@ def evaluate_task(model: Any, given: Given, manager: Any, name: str) -> tuple[np
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
 
-    asker = HFLM(pretrained=model, tokenizer=given.tokenizer, backend="causal", batch_size=given.options.batch_size)
+    words = copy.deepcopy(given.tokenizer)  # HFLM gives it a pad token
+    asker = HFLM(pretrained=model, tokenizer=words, backend="causal", batch_size=given.options.batch_size)
     try:
         found = simple_evaluate(
             model=asker,

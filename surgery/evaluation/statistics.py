@@ -98,6 +98,7 @@ def share_closed(base: np.ndarray, edited: np.ndarray, full: np.ndarray) -> Esti
     if n < 3 or any(each.low <= 0 <= each.high for each in (difference(base, full), _first(column_intervals(gap[:, None])))):
         return None
     share = float(gain.mean() / gap.mean())
+    gain, gap = gain * np.sign(gap.mean()), gap * np.sign(gap.mean())  # of a gap below 0 the same share
     if is_decisions(np.stack([base, edited, full])):
         gain, gap = np.append(gain, (1, 0)), np.append(gap, (1, 1))
 

@@ -67,8 +67,9 @@ def judge(
     if at_chance(base, measurements, measurement):
         answer, n = "not judged", base.results[measurement].n
         why = "what is gained here, tuning has taught" if better else "a skill that the edit cannot add"
-        known = f"at chance on {asked.label}, {why}" if n >= FEW else f"not told from chance by {n} questions on {asked.label}"
-        sentence = f"Cannot be judged: the base is {known}; {compared}."
+        few = f"{n} questions on {asked.label} do not tell the base from chance"
+        known = few if n < FEW else f"the base is at chance on {asked.label}, {why}"
+        sentence = f"Cannot be judged: {known}; {compared}."
     details = [_said_of_tuning(models, name, asked, measurement), _said_of_controls(controls, asked, measurement)]
     details += [_said_of_losses(measurements, base, model, losses, answer), _said_of_price(base, model)]
     if (on_text := model.on_text) is not None:
@@ -152,7 +153,8 @@ def _said_of_controls(controls: Mapping[str, ModelReport], asked: Measurement, m
     sign = -1 if asked.metric == "loss" else 1
     best = max(controls.values(), key=lambda each: sign * each.results[measurement].mean)
     what = "The only control" if len(controls) == 1 else f"The best of {len(controls)} controls"
-    said = f"{what} scores {figure(best.results[measurement])} ({best.description}); the difference to it is {best.behind}."
+    does = "loses" if asked.metric == "loss" else "scores"
+    said = f"{what} {does} {figure(best.results[measurement])} ({best.description}); the difference to it is {best.behind}."
     undone = [each.description for each in controls.values() if each.back_to is not None]
     said += f" The loss of some rose in tuning, and their best weights came back: {'; '.join(undone)}." if undone else ""
     if any(CONTROLS[name.removeprefix(PREFIX)].trained for name in controls):

@@ -2,7 +2,7 @@
 
 import importlib
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -125,7 +125,10 @@ def write_export(
 ) -> Proof | None:
     """Fill an empty folder with an export, and prove it. home: where the folder will lie. The rest is as in export()."""
     place = base if base is not None else plan.provenance.base if plan is not None and plan.provenance else "unknown"
-    with start_reader(hybrid) as process, ThreadPoolExecutor(1) as beside:
+    reader, proof = READERS.get(format), None
+    with start_reader(hybrid) if reader else nullcontext() as process, ThreadPoolExecutor(1) as beside:
+        if format == "patch" and place == "unknown":
+            raise UserError("a patch needs its base; name it with --base")
         if format == "patch":
             options |= {"base": place, "home": home}
         module, _, function = FORMATS[format][1].partition(":")
@@ -134,9 +137,8 @@ def write_export(
             plan.write(folder / PLAN)
         if report is not None:
             report.write(folder / REPORT)
-        reader, proof = READERS.get(format), None
         files, name = beside.submit(list_files, folder), beside.submit(fingerprint, hybrid)
-        if reader is not None:
+        if reader and process:
             proof = prove(process, hybrid, len(tokenizer), folder, reader=reader, verify=verify, base=str(place))
     changed = set(changed_since_splice(hybrid))
     if hybrid.name_or_path:

@@ -97,7 +97,8 @@ def join_patch(folder: str | Path, base: str | Path | None = None, device: str =
     if not patch.base.hub and not Path(place).is_dir():
         join = f"join them first: surgery export {folder} --base BASE --out HYBRID"
         raise UserError(f"{folder} is a patch on {patch.base.name}, which is not here; {join}")
-    original, tokenizer = load(place, dtype="stored", device=device)
+    revision = patch.base.revision if str(place) == patch.base.name else None  # of the Hub
+    original, tokenizer = load(place, dtype="stored", device=device, revision=revision)
     if (folder / "tokenizer_config.json").exists():
         tokenizer = read_tokenizer(folder)
     path = folder / WEIGHTS

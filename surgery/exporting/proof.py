@@ -96,10 +96,10 @@ def prove(
     theirs = load(output)
     header = json.loads(output[8 : 8 + int.from_bytes(output[:8], "little")])["__metadata__"]
     if wrong := sorted(name for name in sums.keys() | header.keys() if sums.get(name) != header.get(name)):
-        raise UserError(f"what was read back is not what was written: the tensor '{wrong[0]}' differs; nothing was written")
+        raise UserError(f"the copy that was read back differs from the model in the tensor '{wrong[0]}'; no export was made")
     difference = compare_answers(ours, theirs, allowed)
     if not difference <= allowed:
-        raise UserError(f"what was read back is not the live model: its logits differ by {difference:.3g}; nothing was written")
+        raise UserError(f"the copy that was read back differs from the model by {difference:.3g} in logits; no export was made")
     package = "transformers" if reader == "transformers" else "mamba-surgery"
     return Proof(
         verify=verify,
@@ -127,7 +127,7 @@ def check_state(hybrid: PreTrainedModel, *, full: bool) -> tuple[str, ...]:
     every = tuple(name for name, law in all_laws().items() if not law.slow and name != "save_load")
     findings, _ = check_laws(asked, only=every if full else QUICK)
     if wrong := next((finding for finding in findings if finding.verdict == "wrong"), None):
-        raise UserError(f"the model breaks the law '{wrong.law}': {wrong.meaning} ({wrong.where}); nothing was written")
+        raise UserError(f"the model breaks the law '{wrong.law}': {wrong.meaning} ({wrong.where}); no export was made")
     return tuple(finding.law for finding in findings if finding.verdict == "right")
 
 

@@ -52,9 +52,9 @@ class Cost(Record):
     milliseconds: float
     """Median of a decoded token, of processor time on a CPU, of time on the wall on a GPU."""
     token: Estimate
-    """Time of a decoded token by the base's; n rounds."""
+    """Time of a decoded token divided by the base's; n rounds."""
     reading: Estimate | None = None
-    """Time of reading the context by the base's. For the suite speed."""
+    """Time of reading the context divided by the base's. For the suite speed."""
 
 
 class OnText(Record):

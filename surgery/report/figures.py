@@ -30,12 +30,11 @@ STYLE: Any = {
     "ytick.color": QUIET,
     "text.color": INK,
     "axes.labelcolor": INK,
-    "text.parse_math": False,
-    "svg.fonttype": "none",
     "figure.facecolor": "none",
     "axes.facecolor": "none",
 }
-TITLE: Any = {"loc": "left", "weight": "bold", "fontsize": 10.5, "color": INK}
+PLAIN: Any = {"parse_math": False}  # of texts with names that are not ours
+TITLE: Any = PLAIN | {"loc": "left", "weight": "bold", "fontsize": 10.5, "color": INK}
 
 
 def draw_retrieval(report: Report) -> Any | None:
@@ -199,4 +198,5 @@ def _label(axis: Any, points: Sequence[tuple[float, float, str, str]]) -> None:
             va="center",
             arrowprops=line,
             annotation_clip=False,
+            **PLAIN,
         )

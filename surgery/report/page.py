@@ -27,7 +27,7 @@ def render_page(
     drawn = draw_figures(report, ranking) if figures is None else figures
     answer = ANSWERS[report.verdict.answer]
     said = report.verdict.sentence
-    others = [(name, model) for name, model in list(report.models.items())[1:]]
+    others = list(report.models.items())[1:]
     loader = FileSystemLoader(Path(__file__).parent)
     environment = Environment(
         loader=loader,

@@ -28,7 +28,7 @@ def is_distributed() -> bool:
 
 
 def over_gloo() -> bool:
-    """Whether several processes compute on processors; accelerate has to be told."""
+    """Whether several processes run on CPUs; accelerate has to be told."""
     import torch
 
     return is_distributed() and not torch.cuda.is_available()
@@ -71,7 +71,7 @@ def threads_for(parameters: int) -> Iterator[None]:
 
 
 class FreshPython(AbstractContextManager["FreshPython"]):
-    """A script in a Python process of its own, outside the current folder and without the Hub.
+    """A script in a Python process of its own, which imports nothing from the current folder and does not ask the Hub.
 
     It starts at once, so that its imports run beside other work; within a `with`, at whose end it is ended.
     """

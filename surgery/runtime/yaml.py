@@ -1,7 +1,7 @@
 """YAML as users write it: whatever is wrong with it is one line, and a small text stays small when it is read.
 
-Words are read as YAML 1.2 does: `no`, `on`, `1:30`, `010` and `2026-01-01` are texts, where version 1.1 takes them for False,
-True, 90, 8 and a date. 1e-3, without a point, is a text in 1.1 and here, which settings that are numbers take.
+`no`, `on`, `1:30`, `010`, `1e-3` and dates are texts, which settings that are numbers take where they can be read so; only
+true, false, null and plain numbers are more. YAML 1.1 takes the first four for False, True, 90 and 8.
 """
 
 import re

@@ -37,7 +37,7 @@ def export_gguf(hybrid: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, fol
             nemotron_h.export_nemotron_h(hybrid, tokenizer, Path(place))
         else:
             write_base(hybrid, tokenizer, Path(place))
-        convert(Path(place), folder / FILE, DTYPES.get(next(iter(dtypes)), "f32") if len(dtypes) == 1 else "f32", "model")
+        convert(Path(place), folder / FILE, DTYPES.get(next(iter(dtypes)), "f32") if len(dtypes) == 1 else "f32")
 
 
 def write_base(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
@@ -62,10 +62,10 @@ def source() -> Path:
     return folder
 
 
-def convert(folder: Path, out: Path, dtype: str, name: str) -> None:
+def convert(folder: Path, out: Path, dtype: str) -> None:
     """Write the GGUF of a Hugging Face folder, with matrices in `dtype` (f32, f16, bf16), and compare its tensors with the
     folder's. Raises UserError if the converter cannot, or a tensor differs."""
-    command = [sys.executable, "-P", to_gguf.__file__, str(source()), str(folder.resolve()), str(out.resolve()), dtype, name]
+    command = [sys.executable, "-P", to_gguf.__file__, str(source()), str(folder.resolve()), str(out.resolve()), dtype]
     settings = {key: value for key, value in os.environ.items() if key != "NO_LOCAL_GGUF"}  # the package is the sources' own
     settings |= {"HF_HUB_OFFLINE": "1", "USE_HUB_KERNELS": "0"}
     with tempfile.TemporaryDirectory() as place:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def main(source: str, folder: str, out: str, dtype: str, name: str) -> None:
+def main(source: str, folder: str, out: str, dtype: str) -> None:
     sys.path[:0] = [source, str(Path(source) / "gguf-py")]
     import conversion.base
     import conversion.mamba
@@ -46,7 +46,7 @@ def main(source: str, folder: str, out: str, dtype: str, name: str) -> None:
         kind.modify_tensors = lambda model, tensor, name, layer, modify=kind.modify_tensors: modify(
             model, tensor.float() if name.endswith(".A_log") else tensor, name, layer
         )
-    sys.argv = ["convert_hf_to_gguf.py", folder, "--outtype", dtype, "--outfile", out, "--model-name", name]
+    sys.argv = ["convert_hf_to_gguf.py", folder, "--outtype", dtype, "--outfile", out, "--model-name", "model"]
     runpy.run_path(str(Path(source) / "convert_hf_to_gguf.py"), run_name="__main__")
     compare(Path(folder), out)
 

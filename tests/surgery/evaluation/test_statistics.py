@@ -81,6 +81,7 @@ def test_shares_of_a_gap_are_covered(n, truth, gap):
         full = np.where(base, True, rng.random(n) < gap / 0.7)
         edited = np.where(base, rng.random(n) < 1 - max(-truth * gap / 0.3, 0), rng.random(n) < max(truth * gap / 0.7, 0))
         found = share_closed(base, edited, full)
+        assert share_closed(~base, ~edited, ~full) == found
         if found is not None:
             shown += 1
             held += found.low <= truth <= found.high
