@@ -38,7 +38,7 @@ from surgery.records.site import Site
 from surgery.runtime.files import file_digest, settings_digest
 from surgery.runtime.processes import SMALL, threads_for
 from surgery.runtime.progress import bar, size
-from surgery.splicing.splice import adopt, splice
+from surgery.splicing.splice import adopt, measuring, splice
 
 PAIRS = (4, 8, 16, 32, 64)  # entries of a dictionary
 SKILLS = {"choice": "multiple choice", "knowledge": "facts"}
@@ -162,7 +162,7 @@ def look(
     if kept.is_file():
         with contextlib.suppress(UserError):  # of another version, or damaged
             return Look.read(kept).model_copy(update={"model": name})
-    with threads_for(sum(p.numel() for p in model.parameters())):
+    with measuring([model]), threads_for(sum(p.numel() for p in model.parameters())):
         seen = _measure(model, tokenizer, text, name, print_, seed)
     with contextlib.suppress(UserError):  # no place to keep it
         seen.write(kept)

@@ -6,8 +6,7 @@ nothing old is shown after a model, a text or a fact was replaced.
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,7 +31,7 @@ from surgery.records.record import installed_version, provenance
 from surgery.records.site import Site
 from surgery.runtime.files import read_text, settings_digest, write_text
 from surgery.runtime.progress import bar, say
-from surgery.splicing.splice import adopt, changed_since_splice
+from surgery.splicing.splice import adopt, changed_since_splice, measuring
 from surgery.tuning.text import open_text, text_rows
 
 COPY_ROWS = 32  # windows of training text on which a copy cache chooses its shares
@@ -78,7 +77,7 @@ def bench(
         if changed := [part for part in changed_since_splice(model) if own.get(part) in theirs]:
             what = f"{len(changed)} tensors that it shares with {name} were changed since the splice ('{changed[0]}')"
             say(f"bench: {base} is measured as it is now, not as it was loaded: {what}")
-    with eval_mode(models.values()):
+    with measuring(models.values()):
         prints = {name: fingerprint(model) for name, model in models.items()}
         costs = _costs(models, given)
         # A stock base in its hybrid's class, with the same modules: the code that its hybrids run in, so that equal numbers are
@@ -230,16 +229,3 @@ def _change(base: np.ndarray, model: np.ndarray, p: float | None = None) -> reco
 def _sites(model: Any) -> tuple[Site, ...]:
     grafts = getattr(getattr(model, "config", None), "grafts", None) or ()
     return tuple(Site(entry["layer"], tuple(entry.get("heads") or ())) for entry in grafts)
-
-
-@contextmanager
-def eval_mode(models: Iterable[Any]) -> Iterator[None]:
-    """Within it all models are in eval mode; then each is as it was."""
-    before = [(model, model.training) for model in models]
-    try:
-        for model, _ in before:
-            model.eval()
-        yield
-    finally:
-        for model, training in before:
-            model.train(training)

@@ -77,7 +77,7 @@ def _tap_zeros(place: MixerPlace, edits: list[tuple[Unit, Tensor]]) -> Iterator[
             y[:, :, at] = y[:, :, at].masked_fill(mask.to(y.device)[:, :, None, None], 0)
         return y
 
-    def tap(mixer: Any, streams: Streams, y: Tensor) -> Tensor:
+    def tap(mixer: Any, streams: Streams, y: Tensor, _: Any) -> Tensor:
         for unit, mask in edits:
             if not unit.heads:
                 y = mixer.scan(_without_taps(mixer, hidden[-1], streams, mask))
@@ -114,7 +114,7 @@ def _without_taps(mixer: Any, hidden: Tensor, streams: Streams, mask: Tensor) ->
     try:
         for conv in convs:
             conv.weight.data = torch.cat([torch.zeros_like(conv.weight[..., :-1]), conv.weight[..., -1:]], -1)
-        alone = mixer.project(hidden)
+        alone = mixer.project(mixer.enter(hidden))
     finally:
         for conv, weight in zip(convs, own, strict=True):
             conv.weight.data = weight

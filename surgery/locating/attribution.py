@@ -69,7 +69,7 @@ def attribute(model: Any, encoded: Encoded, batch_size: int = 32, nulls: Mapping
     totals = {layer: torch.zeros(len(STARTS), mixer.num_heads, dtype=torch.float64) for layer, mixer in mixers.items()}
     correct, loss = np.zeros(len(encoded), dtype=bool), np.zeros(len(encoded))
 
-    def tap(mixer: Any, streams: Streams, y: Tensor) -> Tensor:
+    def tap(mixer: Any, streams: Streams, y: Tensor, _: Any) -> Tensor:
         y = y if y.requires_grad else y.detach().requires_grad_()  # at the first layer nothing does
 
         def read(gradient: Tensor) -> None:
@@ -83,7 +83,7 @@ def attribute(model: Any, encoded: Encoded, batch_size: int = 32, nulls: Mapping
         return y
 
     with frozen(model):
-        with tapped(mixers, lambda mixer, streams, y: y if y.requires_grad else y.detach().requires_grad_()):
+        with tapped(mixers, lambda mixer, streams, y, _: y if y.requires_grad else y.detach().requires_grad_()):
             rows = fit_batch(model, encoded, batch_size)
         batches = bar(list(encoded.batches(rows)), "attribution")
     with frozen(model), tapped(mixers, tap):
@@ -168,7 +168,7 @@ def attention_logits(mixer: Any, streams: Streams, at: Tensor) -> Iterator[tuple
 
 @contextmanager
 def tapped(mixers: Mapping[int, Any], tap: Any) -> Iterator[None]:
-    """Mixers whose own output goes through `tap(mixer, streams, y)`."""
+    """Mixers whose own output goes through `tap(mixer, streams, y, packing)`."""
     try:
         for mixer in mixers.values():
             mixer.tap = tap
@@ -193,17 +193,20 @@ def frozen(model: Any) -> Iterator[None]:
 
 def fit_batch(model: Any, encoded: Encoded, batch_size: int) -> int:
     """How many rows a forward and backward may take, at most `batch_size`: what the backward of one row keeps is measured."""
-    kept: dict[int, int] = {storage.data_ptr(): 0 for p in model.parameters() for storage in [p.untyped_storage()]}
+    own, kept = {p.untyped_storage().data_ptr() for p in model.parameters()}, dict[int, torch.UntypedStorage]()
 
     def keep(tensor: Tensor) -> None:  # nothing is unpacked, since there is no backward
         storage = tensor.untyped_storage()
-        kept.setdefault(storage.data_ptr(), storage.nbytes())
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage  # held, so that no other takes its address
 
     longest = max(encoded.rows, key=len)
     short = torch.tensor([longest[: min(64, len(longest))]], device=next(model.parameters()).device)
     with torch.enable_grad(), saved_tensors_hooks(keep, lambda tensor: tensor):
         model(input_ids=short, use_cache=False, logits_to_keep=1)
-    row = 2 * sum(kept.values()) * len(longest) / short.shape[1]  # twice: gradients, and what a tap holds
+    row = (
+        2 * sum(storage.nbytes() for storage in kept.values()) * len(longest) / short.shape[1]
+    )  # twice: gradients, and what a tap holds
     device = short.device
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
     return max(1, min(batch_size, int(SHARE * free / max(row, 1))))

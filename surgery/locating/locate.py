@@ -26,7 +26,7 @@ from surgery.records.plan import Start
 from surgery.records.ranking import HeadScore, Ranking
 from surgery.records.recipe import Locate
 from surgery.records.site import Site
-from surgery.splicing.splice import adopt
+from surgery.splicing.splice import adopt, measuring
 
 BLOCK = 16  # channels of a unit: those of a layer with neighbouring slopes
 CHOSEN = 96  # questions on which heads are ablated by position, beside the query: with 24 a cost of half a nat is not shown
@@ -52,9 +52,8 @@ def locate(
     options = options or Locate()
     if len(questions) < 2:
         raise UserError(f"locate needs at least 2 questions, not {len(questions)}")
-    encoded, training = encode(tokenizer, questions), model.training
-    adopted = adopt(model).eval()
-    try:
+    encoded, adopted = encode(tokenizer, questions), adopt(model)
+    with measuring([model, adopted]):
         slopes = attribute(adopted, encoded, options.batch_size, nulls)
         units = rank_units(anatomy(adopted), slopes.slopes, nulls)
         found = Found({}, (), None)
@@ -66,8 +65,6 @@ def locate(
         spliced = [(unit, start) for unit, _, start in units if unit.layer in slopes.slopes and unit.place.kind == "ssm"]
         spliced = spliced[: math.ceil(options.exact * len(spliced) - 1e-9)]
         gains = measure_gains(adopted, encoded, spliced, options.batch_size)
-    finally:
-        model.train(training)
     level = LEVEL / max(1, len(spliced))  # corrected for the number of heads that were measured
     measured = {name: estimate(gain.numpy(), decisions=False, level=level) for name, gain in gains.items()}
     heads = [

@@ -24,7 +24,7 @@ def null_logits(model: Any, rows: Tensor, share: float, batch_size: int = 8) -> 
     this share of plain text. rows (texts, tokens): ids. model: adopted. It costs a forward of the base."""
     mixers, totals = graft_mixers(model), dict[int, list[Tensor]]()
 
-    def tap(mixer: Any, streams: Streams, y: Tensor) -> Tensor:
+    def tap(mixer: Any, streams: Streams, y: Tensor, _: Any) -> Tensor:
         at = torch.arange(min(FIRST, y.shape[1] - 1), y.shape[1], device=y.device)
         channels = issubclass(mixer.graft_class, ChannelGraft)
         found = torch.zeros(len(STARTS), y.shape[2], len(y), len(at), device=y.device)

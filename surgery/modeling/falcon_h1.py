@@ -21,8 +21,8 @@ from .stock import StockBackbone
 class FalconH1HybridMixer(SSDMixer, FalconH1Mixer):
     """Keys are B, queries C, values x."""
 
-    def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return super().forward(hidden_states * self.ssm_in_multiplier, *args, **kwargs)
+    def enter(self: Any, hidden: Tensor) -> Tensor:
+        return hidden * self.ssm_in_multiplier
 
     def read(self: Any, hidden: Tensor) -> Tensor:
         return self.in_proj(hidden) * self.mup_vector

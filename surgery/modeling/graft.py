@@ -278,8 +278,8 @@ class GraftMixer:
       (groups, n) of what projects them, weight (groups, n, 1, taps) and bias of their convolution; None for what there is not.
       make: gives the weight of a module in floating point.
 
-    tap: if it is set, called as tap(mixer, streams, y) between scan and graft; what it returns takes the place of y (b, t, h,
-    p). graft_enabled: HybridLanguageModel.disable_grafts clears it.
+    tap: if it is set, called as tap(mixer, streams, y, packing) between scan and graft; what it returns takes the place of y
+    (b, t, h, p). graft_enabled: HybridLanguageModel.disable_grafts clears it.
     """
 
     graft_class: type[Graft] = Graft
@@ -291,7 +291,7 @@ class GraftMixer:
         self.graft: Graft | None = None
         self.graft_enabled = True
         self.cache_place = -1
-        self.tap: Callable[[Any, Streams, Tensor], Tensor] | None = None
+        self.tap: Callable[[Any, Streams, Tensor, Packing | None], Tensor] | None = None
 
     @property
     def projection_bias(self: Any) -> bool:
@@ -307,6 +307,10 @@ class GraftMixer:
                 f"layer {entry['layer']} has heads 0 to {self.num_heads - 1}, and its graft names {entry['heads']}"
             )
         self.graft, self.cache_place = self.graft_class(self, entry), cache_place
+
+    def enter(self, hidden: Tensor) -> Tensor:
+        """What the base does to a mixer's input (b, t, d) first; nothing, unless a subclass says so."""
+        return hidden
 
     def prepare(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """What the base does to queries and keys (b, t, pairs, width) before they meet; nothing, unless a subclass says so."""
@@ -325,10 +329,11 @@ class GraftMixer:
         name."""
         cache = past_key_values if cache_params is None else cache_params
         mask = None if attention_mask is None else attention_mask.bool()
+        hidden_states = self.enter(hidden_states)
         streams = self.project(hidden_states, cache, mask, packing)
         y = self.scan(streams, cache, packing)
         if self.tap is not None:
-            y = self.tap(self, streams, y)
+            y = self.tap(self, streams, y, packing)
         if self.graft is not None and self.graft_enabled:
             y = self.graft(self, hidden_states, streams, y, cache, mask, packing)
         return self.finish(y, streams.gate)

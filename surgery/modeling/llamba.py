@@ -144,13 +144,13 @@ class LlambaMixer(SSDMixer, nn.Module):
         if self.z_bias is not None:
             gate = gate + self.z_bias
         xBC = convolve(xBC, self.conv1d, self.activation, cache, self.layer_idx, mask, packing)
-        decay = time_step(decay).clamp_min(LEAST)
-        decay = decay if mask is None else decay.masked_fill(~mask[..., None], LEAST)  # padding lets no state decay
+        decay = time_step(decay)
+        decay = decay if mask is None else decay * mask[..., None]  # padding lets no state decay
         return Streams(*self.split_heads(xBC), gate, decay=decay)
 
     def scan(self, streams: Streams, cache: Cache | None = None, packing: Packing | None = None) -> Tensor:
-        x, dt = streams.x, streams.decay
-        assert dt is not None
+        assert streams.decay is not None
+        x, dt = streams.x, streams.decay.clamp_min(LEAST)
         # In float32 at least: x / dt would be rounded coarsely in bfloat16 and overflow in float16.
         B, C, write = streams.k.to(dt.dtype), streams.q.to(dt.dtype), x.to(dt.dtype) / dt[..., None]
         A = dt.new_full(dt.shape[-1:], -1.0)

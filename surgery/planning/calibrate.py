@@ -33,10 +33,10 @@ def calibrate(model: Any, plan: Plan, rows: Tensor, share: float, batch_size: in
     Channels that share a query-key pair share b, and the mean is over them. It costs a forward of the base.
     """
     hybrid = splice(model, plan.model_copy(update={"gate": 0.0})).eval()  # every layer reads what it reads in the base
-    starts = {}
-    for name, (lse, _) in read_matches(hybrid, rows, torch.ones(rows.shape, dtype=torch.bool), batch_size).items():
-        null = round(float(solve_null(lse.flatten(), share)), 3)
-        starts[name] = plan.starts.get(name, Start()).model_copy(update={"null": null})
+    starts = dict[str, Start]()
+    for site, (lse, _) in read_matches(hybrid, rows, torch.ones(rows.shape, dtype=torch.bool), batch_size).items():
+        found = {"null": round(float(solve_null(lse.flatten(), share)), 3)}
+        starts |= {name: plan.starts.get(name, Start()).model_copy(update=found) for name in site.head_names}
     return plan.model_copy(update={"starts": starts})
 
 
@@ -48,26 +48,26 @@ def fit_queries(model: Any, plan: Plan, wanted: Encoded, kept: Encoded, rows: Te
     everywhere = torch.ones(rows.shape, dtype=torch.bool)
     texts = [(wanted.padded(), wanted.mask("query")), (kept.padded(), kept.mask("everywhere")), (rows, everywhere)]
     read = [read_matches(hybrid, ids, chosen, batch_size) for ids, chosen in texts]
-    starts = {}
-    for name in read[0]:
-        kinds = [each[name] for each in read]
+    starts = dict[str, Start]()
+    for site in read[0]:
+        kinds = [each[site] for each in read]
         weights = torch.cat([torch.full((len(lse),), 1 / len(lse)) for lse, _ in kinds]).double()
         target = torch.cat([torch.full((len(lse),), float(i == 0)) for i, (lse, _) in enumerate(kinds)]).double()
         lse, q = (torch.cat(each) for each in zip(*kinds, strict=True))
         lse = lse.logsumexp(-1) - math.log(lse.shape[-1])  # of channels that of their mean time step
         w, b = fit_logistic(lse, q, target, weights)
         found = {"null": round(b, 3), "null_query": tuple(round(each, 4) for each in w.tolist())}
-        starts[name] = plan.starts.get(name, Start()).model_copy(update=found)
+        starts |= {name: plan.starts.get(name, Start()).model_copy(update=found) for name in site.head_names}
     return plan.model_copy(update={"starts": starts})
 
 
 @torch.no_grad()
-def read_matches(hybrid: Any, ids: Tensor, chosen: Tensor, batch_size: int) -> dict[str, tuple[Tensor, Tensor]]:
-    """Head -> at the chosen tokens, (rows, t) bool, the log-sum-exp of its scores in nats (n, 1) and its query (n, width); for
-    a channel the log-sum-exps of all that share its pair (n, channels). Tokens at the beginning of a row are left out."""
+def read_matches(hybrid: Any, ids: Tensor, chosen: Tensor, batch_size: int) -> dict[Site, tuple[Tensor, Tensor]]:
+    """Heads that share a query-key pair -> at the chosen tokens, (rows, t) bool, the log-sum-exps of their scores in nats (n,
+    heads) and their query (n, width). Tokens at the beginning of a row are left out."""
     chosen = chosen.clone()
     chosen[:, : min(FIRST, chosen.shape[1] - 1)] = False
-    found: dict[str, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+    found: dict[Site, list[Any]] = defaultdict(list)
     later = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).triu(1)
     at = chosen[:0]
 
@@ -83,9 +83,7 @@ def read_matches(hybrid: Any, ids: Tensor, chosen: Tensor, batch_size: int) -> d
                 written = streams.write[..., list(site.heads)].to(scores.dtype).clamp_min(SMALLEST)
             top = scores.amax(-1, keepdim=True)
             lse = top + ((scores - top).exp() @ written).log()
-            both = tuple(each[at.to(each.device)].double().cpu() for each in (lse, q[:, pair]))
-            for name in site.head_names:
-                found[name].append(both)  # type: ignore[arg-type]
+            found[site].append([each[at.to(each.device)].double().cpu() for each in (lse, q[:, pair])])
 
     handles = [mixer.graft.register_forward_pre_hook(note) for mixer in hybrid.own_mixers()]
     device = next(hybrid.parameters()).device
@@ -93,7 +91,7 @@ def read_matches(hybrid: Any, ids: Tensor, chosen: Tensor, batch_size: int) -> d
         hybrid(input_ids=some.to(device), use_cache=False, logits_to_keep=1)
     for handle in handles:
         handle.remove()
-    return {name: (torch.cat([lse for lse, _ in parts]), torch.cat([q for _, q in parts])) for name, parts in found.items()}
+    return {site: (torch.cat([lse for lse, _ in parts]), torch.cat([q for _, q in parts])) for site, parts in found.items()}
 
 
 def fit_logistic(lse: Tensor, q: Tensor, target: Tensor, weights: Tensor) -> tuple[Tensor, float]:

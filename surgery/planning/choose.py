@@ -18,7 +18,7 @@ from surgery.records.ranking import HeadScore, Ranking
 from surgery.records.recipe import Data, PlanOptions
 from surgery.records.site import Site, merge_sites
 from surgery.runtime.progress import say
-from surgery.splicing.splice import splice
+from surgery.splicing.splice import measuring, splice
 from surgery.tuning.examples import data_skills
 from surgery.tuning.text import check_known, open_text, text_rows
 
@@ -57,24 +57,23 @@ def choose(
             donor_layers=options.donor_layers,
             seed=seed,
         )
-    starts = {name: each.start for each in units for name in each.site.head_names}
-    if options.sites is not None:
-        known = {each.site.layer for each in units}
-        if strays := [str(site) for site in options.sites if site.layer not in known]:
-            raise UserError(f"plan.sites: the ranking has no SSM head in {strays[0]}")
-        return make_plan(model, tokenizer, options.sites, starts, options, data, seed, questions=questions)
-    if options.heads != "auto":
-        if options.heads > len(units):
-            say(f"plan.heads={options.heads}: the ranking has {len(units)}, and all are taken")
-        if units[0].slope <= 0:
-            say(
-                "no head's attribution is positive: attention would not help on these questions; taking the leading ones anyway"
-            )
-        sites = [each.site for each in units[: options.heads]]
-        return make_plan(model, tokenizer, sites, starts, options, data, seed, questions=questions)
-    if not questions:
-        raise UserError("plan.heads=auto needs questions that the ranking has not seen; give plan.heads a number")
-    return grow_plan(model, tokenizer, units, starts, options, data, seed, questions)
+    with measuring([model]):
+        starts = {name: each.start for each in units for name in each.site.head_names}
+        if options.sites is not None:
+            known = {each.site.layer for each in units}
+            if strays := [str(site) for site in options.sites if site.layer not in known]:
+                raise UserError(f"plan.sites: the ranking has no SSM head in {strays[0]}")
+            return make_plan(model, tokenizer, options.sites, starts, options, data, seed, questions=questions)
+        if options.heads != "auto":
+            if options.heads > len(units):
+                say(f"plan.heads={options.heads}: the ranking has {len(units)}, and all are taken")
+            if units[0].slope <= 0:
+                say("no head's attribution is positive: attention would not help on these questions; the leading are taken")
+            sites = [each.site for each in units[: options.heads]]
+            return make_plan(model, tokenizer, sites, starts, options, data, seed, questions=questions)
+        if not questions:
+            raise UserError("plan.heads=auto needs questions that the ranking has not seen; give plan.heads a number")
+        return grow_plan(model, tokenizer, units, starts, options, data, seed, questions)
 
 
 def make_plan(

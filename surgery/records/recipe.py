@@ -286,7 +286,7 @@ class Bench(Record):
     task_limit: Count | None = None
     """Examples of each task of lm-evaluation-harness; all by default."""
     controls: Names = ("tuned", "same_layer", "prompt_twice")
-    """What a gain has to beat, on the same questions (`surgery list controls`). []: none."""
+    """What a gain has to beat, on the same questions (`surgery list controls`). []: none. Whole layers have no same_layer."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -325,6 +325,8 @@ class Recipe(Record):
     def _check(self) -> Self:
         if "adapters" in self.bench.controls and self.tune.lora is None:
             raise ValueError("bench.controls: adapters are those of tune.lora, and there are none")
+        if self.plan.kind == "layer" and "controls" not in self.bench.model_fields_set:
+            self.__dict__["bench"] = self.bench.model_copy(update={"controls": ("tuned", "prompt_twice")})
         return self
 
     def public(self) -> dict[str, Any]:

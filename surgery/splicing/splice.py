@@ -7,7 +7,7 @@ a LoRA does), which it then says.
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,6 +29,23 @@ CHOSEN = ("_attn_implementation_internal", "_experts_implementation_internal", "
 NOTES = ("hf_quantizer", "is_quantized", "quantization_method", "is_loaded_in_8bit", "is_loaded_in_4bit", "hf_device_map")
 SAMPLE = 1024  # numbers of each tensor, by which it is known again
 NARROWEST = 32  # the least width of queries and keys, unless the plan says
+
+
+@contextmanager
+def measuring(models: Iterable[Any]) -> Iterator[None]:
+    """Within it these models are in eval mode; then all of their modules and parameters are as they were."""
+    models = list(models)
+    modes = [(module, module.training) for model in models for module in model.modules()]
+    learning = [parameter for model in models for parameter in model.parameters() if parameter.requires_grad]
+    try:
+        for model in models:
+            model.eval()
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+        for parameter in learning:  # splicing ends that
+            parameter.requires_grad_(True)
 
 
 def adopt(model: Any) -> Any:

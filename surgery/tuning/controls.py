@@ -17,6 +17,7 @@ from surgery.errors import UserError
 from surgery.kernels.attention import attend_plain
 from surgery.locating.attribution import graft_mixers
 from surgery.modeling.graft import ChannelGraft, GraftMixer, Streams
+from surgery.modeling.packing import Packing
 from surgery.records.plan import Plan
 from surgery.records.site import Site
 from surgery.splicing.splice import adopt, unsplice
@@ -32,8 +33,10 @@ def control_plan(name: str, model: Any, plan: Plan, seed: int) -> Plan:
     """The plan of a control: `same_layer` (other heads of the plan's layers, at random), `random_site` (heads of other layers),
     `window` (all heads of the plan's layers; `narrow` says how far they see), `whole_layer`. Attention begins with sign 1, tau
     1 and no null key; make_plan sets what the plan's own heads have. Raises UserError where the model has no other heads."""
-    if name == "window" and plan.kind != "head":
-        raise UserError("the control window is for plan.kind=head: there, other heads take the bytes")
+    if name in ("window", "same_layer") and plan.kind != "head":
+        raise UserError(f"the control {name} is for plan.kind=head: it has other heads of the layer")
+    if name == "whole_layer" and plan.kind != "head":
+        raise UserError("the control whole_layer is for plan.kind=head; for a donor's, take random_site")
     if name == "whole_layer":
         return Plan(kind="layer", sites=tuple(Site(site.layer) for site in plan.sites), seed=seed)
     hybrid, rng = adopt(model), random.Random(f"{name} {seed}")
@@ -137,19 +140,17 @@ class InitialState(nn.Module):
         like = next(mixer.parameters())
         self.to(like.device)
 
-    def forward(self, mixer: Any, streams: Streams, y: Tensor) -> Tensor:
-        """y (b, t, h, p), with what the state adds."""
-
-        def prepend(first: Tensor, rest: Tensor) -> Tensor:
-            return torch.cat([first.to(rest).expand(len(rest), 1, *rest.shape[2:]), rest], dim=1)
-
+    def forward(self, mixer: Any, streams: Streams, y: Tensor, packing: Packing | None) -> Tensor:
+        """y (b, t, h, p), with what the state adds to each text."""
         zero, one = torch.zeros((), device=y.device), torch.ones((), device=y.device)
-        begun = replace(
-            streams,
-            x=prepend(self.x0, torch.zeros_like(streams.x)),
-            k=prepend(self.k0, streams.k),
-            q=prepend(zero, streams.q),
-            write=None if streams.write is None else prepend(one, streams.write),
-            decay=None if streams.decay is None else prepend(zero, streams.decay),
-        )
-        return y + mixer.scan(begun)[:, 1:]
+        before = {"x": self.x0, "k": self.k0, "q": zero, "write": one, "decay": zero}
+        given = {name: each for name in before if (each := getattr(streams, name)) is not None}
+        given["x"] = torch.zeros_like(streams.x)
+
+        def scan(*texts: Tensor) -> Tensor:
+            begun = {}
+            for (name, first), text in zip(((name, before[name]) for name in given), texts, strict=True):
+                begun[name] = torch.cat([first.to(text).expand(len(text), 1, *text.shape[2:]), text], dim=1)
+            return mixer.scan(replace(streams, **begun))[:, 1:]
+
+        return y + (scan(*given.values()) if packing is None else packing.apply(scan, *given.values()))

@@ -83,7 +83,8 @@ def overlap(base, tokenizer, plan, seed: int) -> dict:
     closed, read = surgery.splice(base, plan.model_copy(update={"gate": 0.0})).eval(), {}
     for kind, (probe, options) in KINDS.items():
         encoded = encode(tokenizer, make_probe(probe, tokenizer, **options).questions(QUESTIONS, seed))
-        read[kind] = read_matches(closed, encoded.padded(), encoded.mask("query"), 8)
+        found = read_matches(closed, encoded.padded(), encoded.mask("query"), 8)
+        read[kind] = {str(site): each for site, each in found.items()}
     result = {}
     for head in plan.starts:
         (lse, q), (other_lse, other_q) = ((each[head][0][:, 0], each[head][1]) for each in read.values())

@@ -50,7 +50,7 @@ def losses(base: Any, heads: dict, g: float, ids: Tensor, before: Tensor) -> np.
     look[:, :-1] = before[:, 1:]  # from the token before
     hit, source = (look != NONE)[..., None, None], look.clamp_min(0)[..., None, None]
 
-    def tap(mixer, streams, y):
+    def tap(mixer, streams, y, _):
         places = list(heads[mixer.layer_idx] or range(mixer.num_heads))
         x, own = streams.x[:, :, places], y[:, :, places]
         new = own + g * (x.gather(1, source.expand_as(x)) + mixer.D[places, None] * x - own)

@@ -73,7 +73,7 @@ def model_statistics(base, ids: Tensor, rarity: Tensor, fitted: Tensor) -> dict[
     found["cosine, embeddings, fitted rarity"] = found["cosine, embeddings"] + fitted[ids].numpy()
     later = torch.ones(len(ids), len(ids), dtype=torch.bool).triu(1)
 
-    def tap(mixer, streams, y):
+    def tap(mixer, streams, y, _):
         q, k = (m[0, :, 0].float() for m in (streams.q, streams.k))
         for head in HEADS[mixer.layer_idx]:
             scores = TAU * q @ k.T + streams.log_write[0, :, head].float()

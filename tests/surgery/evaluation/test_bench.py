@@ -150,7 +150,7 @@ def test_controls_that_need_no_training_are_measured(base, tokenizer):
 
 def test_a_model_that_answers_better_is_a_yes_unless_a_control_does_too(base, tokenizer, monkeypatch):
     monkeypatch.setattr(bench_module, "_ask", lambda each, model: [1.0 if model.training else i % 2 for i in range(40)])
-    monkeypatch.setattr(bench_module, "eval_mode", lambda models: __import__("contextlib").nullcontext())
+    monkeypatch.setattr(bench_module, "measuring", lambda models: __import__("contextlib").nullcontext())
     options = Bench(limit=40, pairs=(4,), unseen_pairs=(), contexts=(), controls=(), suites=("kv",), windows=1, window=8)
     models = {"base": base.eval(), "tuned": hybrid_of(base).train(), "control_tuned": hybrid_of(base).eval()}
     report = bench(models, tokenizer, options)
@@ -164,7 +164,7 @@ def test_a_model_that_answers_better_is_a_yes_unless_a_control_does_too(base, to
 def test_a_yes_that_leaves_most_behind_says_what_to_try(base, tokenizer, monkeypatch):
     right = lambda training: [float(i % 2 or (training and i % 10 == 0)) for i in range(400)]  # noqa: E731
     monkeypatch.setattr(bench_module, "_ask", lambda each, model: right(model.training))
-    monkeypatch.setattr(bench_module, "eval_mode", lambda models: __import__("contextlib").nullcontext())
+    monkeypatch.setattr(bench_module, "measuring", lambda models: __import__("contextlib").nullcontext())
     options = Bench(limit=400, pairs=(4,), unseen_pairs=(), contexts=(), controls=(), suites=("kv",), windows=1, window=8)
     report = bench({"base": base.eval(), "tuned": hybrid_of(base).train()}, tokenizer, options)
     assert report.verdict.answer == "yes"

@@ -123,7 +123,7 @@ def test_watch_sees_the_shares(name: str) -> None:
 def test_tap_sees_streams_and_changes_what_a_mixer_gives(name: str) -> None:
     hybrid, ids, seen = make_hybrid(name), make_rows(), []
 
-    def tap(mixer: Any, streams: Any, y: Tensor) -> Tensor:
+    def tap(mixer: Any, streams: Any, y: Tensor, _: Any) -> Tensor:
         seen.append((mixer, streams, y))
         return y * 0
 

@@ -88,7 +88,7 @@ def test_the_columns_of_a_head_are_what_it_wrote(name: str) -> None:
     """Of heads in one norm's group, what one writes scales the others; its own columns alone become zero."""
     model, seen = adopt(make_base(name)), []
     mixer = anatomy(model).ssms[0]
-    mixer.module.tap = lambda module, streams, y: y.index_fill(2, torch.tensor([1]), 0)
+    mixer.module.tap = lambda module, streams, y, _: y.index_fill(2, torch.tensor([1]), 0)
     hook = mixer.out.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
     model(bases.make_rows())
     hook.remove()

@@ -52,7 +52,7 @@ def test_an_initial_state_is_the_state_that_a_scan_begins_with() -> None:
     k0 = mixer.tap.k0.repeat_interleave(mixer.num_heads // mixer.n_groups, 0)
     state = (mixer.tap.x0[:, :, None] * k0[:, None, :]).double().expand(2, -1, -1, -1)
     expected, _ = ssd_scan(streams.x, streams.write, A, streams.k, streams.q, mixer.D, state)
-    assert torch.allclose(mixer.tap(mixer, streams, y), expected, atol=1e-6)
+    assert torch.allclose(mixer.tap(mixer, streams, y, None), expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["same_layer", "random_site"])
