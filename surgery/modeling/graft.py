@@ -193,9 +193,10 @@ class Graft(nn.Module):
 
 class ChannelGraft(Graft):
     """The attention of a set of Mamba-1's channels: those that start alike share a query-key pair, and only the time step dt of
-    what they look up is their own. It leaves the scores as a quotient of two sums that share them (docs/derivations.md):
+    what they look up is their own. The scores know the largest of them, d_s, and r_sc = dt_sc / d_s leaves them as a quotient
+    of two sums that share them (docs/derivations.md):
 
-        w_tc = sum_s p_ts dt_sc,   m_tc = w_tc / (w_tc + p_null),   attention_tc = sum_s p_ts dt_sc x_sc / (w_tc + p_null)
+        w_tc = sum_s p_ts r_sc,   m_tc = w_tc / (w_tc + p_null),   attention_tc = sum_s p_ts r_sc x_sc / (w_tc + p_null)
 
     pairs: for every query-key pair, the places in `heads` of the channels that it serves.
     """
@@ -227,15 +228,17 @@ class ChannelGraft(Graft):
         if not self.time_step:
             return self.by_pair(x[..., 0]), None
         assert streams.write is not None  # in float32: float16 has no room for time steps, and many would be divided by 0
-        write = take(streams.write, self.heads, 2).clamp_min(SMALLEST)
-        return torch.cat([self.by_pair(write * x[..., 0]), self.by_pair(write)], dim=-1), None
+        write = self.by_pair(take(streams.write, self.heads, 2).clamp_min(SMALLEST))
+        largest = write.detach().amax(-1, keepdim=True)  # nothing depends on it but rounding
+        write = write / largest
+        return torch.cat([write * self.by_pair(x[..., 0]), write], dim=-1), largest[..., 0].log()
 
     def read(self, found: Tensor, m: Tensor) -> tuple[Tensor, Tensor]:
         if not self.time_step:
             m = m[..., None].expand_as(found)
         else:
             found, w = found.split(self.each, dim=-1)
-            total = (w + (1 - m)[..., None]).clamp_min(SMALLEST)
+            total = (w + (1 - m).clamp_min(0)[..., None]).clamp_min(SMALLEST)
             found, m = found / total, w / total if self.null is not None else torch.ones_like(w)
         signs = constant(tuple(self.signs), found.device, found.dtype)
         return self.by_channel(found * signs[:, None, None])[..., None], self.by_channel(m)
@@ -262,6 +265,18 @@ def watched(grafts: Iterable[Graft], watch: Callable[[Graft, Tensor], None]) -> 
     finally:
         for graft in grafts:
             graft.watch = None
+
+
+class Held:
+    """A mixer as its graft is given it: without `to`, which accelerate calls of all that an offloaded module is given."""
+
+    def __init__(self, mixer: Any):
+        self.mixer = mixer
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "to":
+            raise AttributeError(name)
+        return getattr(self.mixer, name)
 
 
 class GraftMixer:
@@ -335,7 +350,7 @@ class GraftMixer:
         if self.tap is not None:
             y = self.tap(self, streams, y, packing)
         if self.graft is not None and self.graft_enabled:
-            y = self.graft(self, hidden_states, streams, y, cache, mask, packing)
+            y = self.graft(Held(self), hidden_states, streams, y, cache, mask, packing)
         return self.finish(y, streams.gate)
 
 

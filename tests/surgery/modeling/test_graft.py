@@ -106,6 +106,17 @@ def test_without_its_null_key_a_graft_is_the_limit_of_one_with_it(name: str) -> 
     torch.testing.assert_close(never, base, atol=1e-9, rtol=1e-9)
 
 
+@pytest.mark.parametrize("null", [None, 0.5, -10.0])
+@pytest.mark.parametrize("name", ["mamba", "falcon_mamba"])
+def test_small_time_steps_cost_no_precision(name: str, null: float | None) -> None:
+    hybrid, ids = make_hybrid(name, null), make_rows()
+    with torch.no_grad():
+        for layer in range(2):
+            hybrid.mixer_at(layer).dt_proj.bias.fill_(-15.0)  # a hundredth of what rounding takes from 1
+        truth = hybrid(ids).logits
+        assert (hybrid.float()(ids).logits - truth).abs().max() < 1e-5
+
+
 @FAMILIES
 def test_watch_sees_the_shares(name: str) -> None:
     hybrid, seen = make_hybrid(name), []

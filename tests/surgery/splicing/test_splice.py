@@ -191,6 +191,9 @@ def test_an_offloaded_base_is_spliced_as_it_is(name: str) -> None:
     base = cpu_offload(make_base(name), execution_device=torch.device("cpu"))
     assert any(p.is_meta for p in base.parameters())
     torch.testing.assert_close(logits_of(splice(base, plan).eval(), ids), expected, atol=1e-9, rtol=1e-9)
+    expected = logits_of(make_hybrid(name), ids)  # and a hybrid that is offloaded itself
+    hybrid = cpu_offload(make_hybrid(name), execution_device=torch.device("cpu"))
+    torch.testing.assert_close(logits_of(hybrid, ids), expected, atol=1e-9, rtol=1e-9)
 
 
 @FAMILIES
