@@ -87,7 +87,9 @@ def go_on(recipe: Recipe, report: Report, out: Path, trust_remote_code: bool = F
     most = plan.max_heads * (BLOCK if "channel" in report.main.description else 1)
     folders = {name: folder for name in report.models if (folder := out / "tuning" / name).is_dir()}
     undone = any(model.back_to is not None for model in report.models.values())
-    fell = [name for name, folder in folders.items() if recipe.tune.steps == "auto" and still_fell(folder)]
+    ends = {name: checkpoints(folder)[-1] / STATE for name, folder in folders.items() if recipe.tune.steps == "auto"}
+    # Looks since the held-out loss was least.
+    fell = [name for name, end in ends.items() if json.loads(read_text(end))["watcher"]["since"] < PATIENCE]
     if undone or report.verdict.remedy == "lower rate":
         rate = min(recipe.tune.learning_rate / 10, Tune().learning_rate)
         why = f"{'The loss rose in tuning' if undone else 'Tuning did harm'}; a lower rate"
@@ -105,12 +107,6 @@ def go_on(recipe: Recipe, report: Report, out: Path, trust_remote_code: bool = F
     other = next(path for number in count(2) if not (path := out.with_name(f"{out.name}-{number}")).exists())
     words = ["surgery", "run", str(out / "recipe.yaml"), "--set", setting, "--out", str(other)]
     return f"{why}: {shlex.join([*words, *(['--trust-remote-code'] if trust_remote_code else [])])}"
-
-
-def still_fell(folder: Path) -> bool:
-    """Whether the held-out loss still fell when the tuning that is kept in a folder had taken the most steps."""
-    state = json.loads(read_text(checkpoints(folder)[-1] / STATE))
-    return state["watcher"]["since"] < PATIENCE  # looks since it was least
 
 
 class Estimate(NamedTuple):

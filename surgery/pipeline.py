@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from surgery.errors import UserError
 from surgery.evaluation.bench import bench
 from surgery.evaluation.controls import CONTROLS, PREFIX
 from surgery.evaluation.lm_eval import harness_measurements
@@ -26,16 +27,17 @@ from surgery.records.ranking import Ranking
 from surgery.records.recipe import Recipe, read_recipe, recipe_text
 from surgery.records.record import Record, provenance
 from surgery.records.report import Report
+from surgery.records.site import Site
 from surgery.report.page import write_report
 from surgery.runtime.files import RECIPE, OutputFolder, file_digest, open_output, settings_digest
 from surgery.runtime.processes import is_main, on_main
 from surgery.runtime.progress import say
 from surgery.splicing.splice import adopt, splice
 from surgery.tuning.controls import PLANS, SLOW, SLOW_RATE, control_plan, longest_row, narrow, trainable_control
-from surgery.tuning.examples import Batches
-from surgery.tuning.loop import APART, tune
+from surgery.tuning.examples import Batches, data_skills
+from surgery.tuning.loop import APART, TuningLog, tune
 from surgery.tuning.lora import match_targets
-from surgery.tuning.text import knows
+from surgery.tuning.text import check_known, knows
 
 R = TypeVar("R", bound=Record)
 NULL_ROWS = 16  # of text, on which attribution sets the null keys of all heads
@@ -58,8 +60,6 @@ def run(
     UserError for input that cannot be used.
     """
     with open_output(out, recipe.input_files(), resume=resume, overwrite=overwrite) as output:
-        if overwrite:
-            output.clear()
         base, tokenizer = load(
             recipe.model,
             tokenizer=recipe.tokenizer,
@@ -76,10 +76,12 @@ def run(
         tuned = [*planned, recipe.tune.model_dump(exclude=APART)]
         tasks = recipe.bench.include_path
         finished = [*tuned, recipe.bench.model_dump(), file_digest(tasks) if tasks and Path(tasks).is_dir() else None]
-        if on_main(output.is_made)("report.json", finished):
+        if not overwrite and on_main(output.is_made)("report.json", finished):
             say(f"{out} is finished; nothing has changed")
             return Report.read(Path(out) / "report.json")
         check_recipe(base, tokenizer, recipe)
+        if overwrite:  # not before it is known that the recipe fits
+            output.clear()
         if is_main() and not ((kept := output.path / RECIPE).exists() and read_recipe(kept) == recipe):
             output.write(RECIPE, recipe_text(recipe))
         ranking = once(output, "ranking.json", located, Ranking, partial(locate_heads, base, tokenizer, recipe, print_))
@@ -87,22 +89,38 @@ def run(
         plan = once(output, "plan.json", planned, Plan, partial(choose_plan, base, tokenizer, ranking, recipe, print_))
         say(f"plan: attention at {', '.join(map(str, plan.sites))}")
         models, trained = make_models(base, tokenizer, ranking, plan, recipe)
-        ends = {name: _tune(models, name, tokenizer, recipe, output, tuned) for name in trained}
-        return on_main(_finish)(models, ends, tokenizer, ranking, plan, recipe, output, finished, verify)
+        logs = {name: _tune(models, name, tokenizer, recipe, output, tuned) for name in trained}
+        return on_main(_finish)(models, logs, tokenizer, ranking, plan, recipe, output, finished, verify)
 
 
 def check_recipe(base: Any, tokenizer: Any, recipe: Recipe) -> None:
     """Raise UserError, before any work, for what a later stage could not do: sites and modules that the model lacks, and text,
     examples and questions that cannot be made."""
-    if recipe.plan.sites:
-        splice(base, Plan(kind=recipe.plan.kind, sites=recipe.plan.sites, width=recipe.plan.width))
+    kind = recipe.plan.kind
+    some = [Site(layer, (0,) if kind == "head" else ()) for layer in graft_mixers(adopt(base))][:1]
+    if sites := recipe.plan.sites or tuple(some):
+        splice(base, Plan(kind=kind, sites=sites, width=recipe.plan.width))
+    if kind == "head" and recipe.plan.share is not None:
+        check_known(recipe.data.train_text, tokenizer)
+    if recipe.plan.keep_skills and not data_skills(recipe.data):
+        raise UserError("plan.keep_skills needs other skills; data.skills names none")
     if recipe.plan.donor:
         find_folder(recipe.plan.donor)
-    if recipe.tune.lora:
-        match_targets(adopt(base), recipe.tune.lora)
     few = recipe.model_copy(update={"locate": recipe.locate.model_copy(update={"examples": 2})})
     ask_about(tokenizer, few, recipe.seed)
+    check_tuning(base, tokenizer, recipe)
+    check_bench(tokenizer, recipe)
+
+
+def check_tuning(model: Any, tokenizer: Any, recipe: Recipe) -> None:
+    """Raise UserError for modules that a model lacks, and for examples and text that cannot be made."""
+    if recipe.tune.lora:
+        match_targets(adopt(model), recipe.tune.lora)
     Batches(tokenizer, recipe.tune, recipe.data, recipe.seed)
+
+
+def check_bench(tokenizer: Any, recipe: Recipe) -> None:
+    """Raise UserError for questions, texts and tasks that cannot be measured."""
     given = Given(tokenizer, recipe.bench.model_copy(update={"limit": 2}), recipe.data, recipe.seed)
     measurements(given)
     harness_measurements(given)
@@ -180,8 +198,8 @@ def make_models(base: Any, tokenizer: Any, ranking: Ranking, plan: Plan, recipe:
     return models, trained
 
 
-def _tune(models: dict[str, Any], name: str, tokenizer: Any, recipe: Recipe, output: OutputFolder, settings: Any) -> int | None:
-    """Stage tune, of one model, from the newest checkpoint on; returns the step whose weights came back, if they did."""
+def _tune(models: dict[str, Any], name: str, tokenizer: Any, recipe: Recipe, output: OutputFolder, settings: Any) -> TuningLog:
+    """Stage tune, of one model, from the newest checkpoint on."""
     teacher, options = models["base"] if name != MAIN else None, recipe.tune
     if name != MAIN and name.removeprefix(PREFIX) in SLOW:
         most = SLOW_RATE / models[name].config.get_text_config().hidden_size ** 0.5
@@ -191,12 +209,12 @@ def _tune(models: dict[str, Any], name: str, tokenizer: Any, recipe: Recipe, out
         log = tune(models[name], tokenizer, options, recipe.data, seed=recipe.seed, folder=folder, name=name, teacher=teacher)
     if options.steps != "auto":  # else tune says what became of it
         say(f"tuning {name}: {len(log.steps)} steps")
-    return log.back_to
+    return log
 
 
 def _finish(
     models: dict[str, Any],
-    ends: dict[str, int | None],
+    logs: dict[str, TuningLog],
     tokenizer: Any,
     ranking: Ranking,
     plan: Plan,
@@ -205,11 +223,7 @@ def _finish(
     settings: Any,
     verify: str,
 ) -> Report:
-    """Stages bench and export. ends: what stage tune returned, by model."""
-    base, lora = adopt(models["base"]), recipe.tune.lora
-    adapted = [base.get_submodule(name) for name in match_targets(base, lora)] if lora else []
-    merged = sum(lora.r * sum(module.weight.shape) for module in adapted) if lora else 0  # adapters, which are merged by now
-    counts = {name: merged + sum(p.numel() for p in models[name].parameters() if p.requires_grad) for name in ends}
+    """Stages bench and export. logs: what stage tune returned, by model."""
     with output.folder("measured") as folder:
         report = bench(
             models,
@@ -221,8 +235,8 @@ def _finish(
             folder=folder,
             base_name=recipe.model,
             recipe=recipe.public(),
-            trained=counts,
-            back_to={name: step for name, step in ends.items() if step is not None},
+            trained={name: log.trained for name, log in logs.items()},
+            back_to={name: log.back_to for name, log in logs.items() if log.back_to is not None},
         )
     say(f"bench: {len(report.models)} models in {len(report.measurements)} measurements")
     check_export(models[MAIN], "hf", verify, report)

@@ -26,6 +26,7 @@ import platform
 import subprocess
 import sys
 import time
+import tomllib
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -106,8 +107,6 @@ def versions(record: Record) -> None:
         except Exception as failure:
             record.say(package, absent=f"{type(failure).__name__}: {str(failure)[:120]}")
     with record.attempt("wanted"):
-        import tomllib
-
         from packaging.requirements import Requirement
 
         for text in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]:

@@ -160,9 +160,7 @@ def shrink(config: PreTrainedConfig) -> PreTrainedConfig:
 
 def _as_config(config: PreTrainedConfig, fields: dict[str, Any]) -> PreTrainedConfig:
     fields |= dict.fromkeys(("bos_token_id", "eos_token_id")) | {"pad_token_id": 0}
-    for name in CODE:
-        if getattr(config, "auto_map", None) and getattr(config, name, None):
-            fields[name] = getattr(config, name)
+    fields |= {name: getattr(config, name) for name in CODE if getattr(config, "auto_map", None)}
     try:
         small = type(config)(**fields)
     except Exception as error:

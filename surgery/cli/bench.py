@@ -58,12 +58,14 @@ def bench(
         raise UserError(f"{base} is a hybrid and {models[0]} is none; the base comes first")
     with open_output(out, [base, *models, *options.data_files()], resume=resume, overwrite=overwrite) as output:
         from surgery.evaluation.bench import bench as bench_models
+        from surgery.pipeline import check_bench
         from surgery.report.page import write_report
 
-        if overwrite:
-            output.clear()
         opened = {"base": open_model(base, options, trust_remote_code)}
         opened |= {_name(each, models): open_model(each, options, trust_remote_code) for each in models}
+        check_bench(opened["base"][1], options)
+        if overwrite:  # not before it is known that the settings fit
+            output.clear()
         with output.folder("measured") as folder:
             report = bench_models(
                 {name: model for name, (model, _) in opened.items()},

@@ -48,10 +48,8 @@ def check(
         check_model(model)
     if unknown := [each for each in law if each not in list_modules("checking/laws", "LAW")]:
         raise UserError(f"there is no law '{unknown[0]}'; `surgery list laws` has them")
-    if (dtype or batch > 1) and not show_bytes:
-        raise UserError("--dtype and --batch are for --bytes")
-    if engine_python and not engine:
-        raise UserError("--engine-python is for --engine")
+    if ((dtype or batch > 1) and not show_bytes) or (engine_python and not engine):
+        raise UserError("--dtype and --batch are for --bytes, and --engine-python is for --engine")
     if dtype not in (None, *DTYPES):
         raise UserError(f"--dtype is '{dtype}'; take one of {', '.join(DTYPES)}")
     engines = list_table("checking/engines.py", "SCRIPTS")

@@ -100,8 +100,7 @@ def read_record(path: Path, kind: Any) -> Any:
 
 
 def open_model(name: str, options: Any = None, trust_remote_code: bool = False, *, dtype: str = "auto") -> tuple[Any, Any]:
-    """(model, tokenizer), without the bars of transformers. options: the Recipe that says in what it is computed, and where;
-    or dtype alone."""
+    """(model, tokenizer), without transformers' bars. options: a Recipe with dtype, device and tokenizer; or dtype alone."""
     from transformers.utils import logging
 
     from surgery.models.load import load

@@ -41,10 +41,9 @@ def tune(
         from surgery.cli.export import _base_of
         from surgery.exporting.export import write_export
         from surgery.models.digests import fingerprint
+        from surgery.pipeline import check_tuning
         from surgery.tuning.loop import tune as tune_model
 
-        if overwrite:
-            output.clear()
         model, tokenizer = open_model(hybrid, options, trust_remote_code)
         plan = Plan.read(Path(hybrid) / "plan.json") if (Path(hybrid) / "plan.json").exists() else None
         base, teacher = _base_of(Path(hybrid)), None
@@ -54,6 +53,9 @@ def tune(
             teacher, _ = open_model(base, options, trust_remote_code)
             if plan is not None and plan.provenance is not None and plan.provenance.is_of_other(fingerprint(teacher)):
                 raise UserError(f"{base} has other weights than the base of {hybrid}; splice the plan again")
+        check_tuning(model, tokenizer, options)
+        if overwrite:  # not before it is known that the settings fit
+            output.clear()
         with output.folder("tuning") as folder:
             on_main(lambda: None)()  # nobody looks into the folder before it is ready
             log = tune_model(model, tokenizer, options.tune, options.data, seed=options.seed, folder=folder, teacher=teacher)

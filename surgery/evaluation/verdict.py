@@ -126,12 +126,6 @@ def at_chance(base: ModelReport, measurements: Mapping[str, Measurement], measur
     return bool(guesses) and all(base.results[name].low <= chance for name, chance in guesses.items())
 
 
-def is_behind(model: ModelReport, other: ModelReport, measurement: str, is_loss: bool) -> bool:
-    """Whether a model is behind another one by more than the intervals of both changes from the base."""
-    own, better = model.changes[measurement], other.changes.get(measurement)
-    return better is not None and (better.high < own.low if is_loss else better.low > own.high)
-
-
 def _said_of_tuning(models: Mapping[str, ModelReport], name: str, asked: Measurement, measurement: str) -> str:
     """What tuning undid, and what it lost."""
     model, untrained = models[name], models.get("spliced")
@@ -221,7 +215,8 @@ def _advise(
         return "", f"{closed} Lower tune.kl_weight, or take hints (tune.hints={{}})."
     if answer == "no" and model.back_to is not None:  # what to do is said of tuning
         return "", ""
-    tuned = is_behind(model, models.get("spliced", model), measurement, is_loss)
+    untrained = models.get("spliced", model).changes.get(measurement)  # whether it is better, beyond both intervals
+    tuned = untrained is not None and (untrained.high < change.low if is_loss else untrained.low > change.high)
     harm, full = answer == "no" and (change.shown or tuned), not is_loss and base.results[measurement].mean >= CEILING
     if harm:
         remedy = "lower rate" if tuned else ""

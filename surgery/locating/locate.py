@@ -49,6 +49,7 @@ def locate(
 
     Raises UserError for a model whose layout is not known, for fewer than two questions, and where logits are not finite.
     """
+    asked = "the caller's questions" if options is None else options.probe
     options = options or Locate()
     if len(questions) < 2:
         raise UserError(f"locate needs at least 2 questions, not {len(questions)}")
@@ -83,7 +84,7 @@ def locate(
         heads=tuple(heads),
         groups=found.groups,
         circuit=found.circuit,
-        probe=", ".join([options.probe, *(f"{value} {name}" for name, value in options.options.items())]),
+        probe=", ".join([asked, *(f"{value} {name}" for name, value in options.options.items())]),
         accuracy=estimate(slopes.correct),
         chance=float(np.mean([question.chance for question in questions])),
         loss=float(slopes.loss.mean()),

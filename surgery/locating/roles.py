@@ -85,8 +85,8 @@ class Ablator:
         self.replays = [(at, Replay(model, self.anatomy.blocks, batch)) for at, batch in batches]
         self.last = max(place.layer for place in self.anatomy.mixers)
         self.known: dict[frozenset[tuple[str, str]], tuple[np.ndarray, np.ndarray]] = {}  # unit and place -> what run found
-        guess = [(batch.encoded.choices.double().log() - batch.loss).mean() for _, batch in self.replays]
-        self.guess = float(np.mean(guess)) if bool((encoded.choices > 1).all()) else np.inf  # what guessing costs, in nats
+        guess = torch.cat([batch.encoded.choices.double().log() - batch.loss for _, batch in self.replays])
+        self.guess = float(guess.mean()) if bool((encoded.choices > 1).all()) else np.inf  # what guessing costs, in nats
 
     def run(self, *edits: tuple[Costs, str]) -> tuple[np.ndarray, np.ndarray]:
         """(chosen,): by how many nats the loss rises where units are ablated, each at its place, and who is right then."""

@@ -57,6 +57,7 @@ SMALLEST = 1e-30  # of a write strength, which has a logarithm and may divide: s
 NATS = 20.0  # b = NATS * null: scores span tens of nats, and Adam moves a parameter by about its learning rate a step
 ABSENT = -500.0  # `null` of a head without a null key in a layer where others have one: b is -10,000 nats
 WENT = {"shared": "query-key pairs that several heads share", "direct": "heads from a donor", "own_values": "copying heads"}
+WENT |= {"mlp": "a donor's MLP"}
 
 
 @dataclass(eq=False)
@@ -90,11 +91,8 @@ class Graft(nn.Module):
     graft and m (b, t, heads) of every forward, as it acts: closed shares are 0.
     """
 
-    def __init__(self, mixer: Any, entry: dict[str, Any], pairs: int | None = None):
+    def __init__(self, mixer: Any, entry: dict[str, Any]):
         super().__init__()
-        for name, what in WENT.items():
-            if entry.get(name):
-                raise ValueError(f"the graft of layer {entry['layer']} has {what} ('{name}'), which went with version 0.30")
         self.heads: list[int] = list(entry["heads"])
         self.signs: list[int] = list(entry["signs"])
         self.width: int = entry["width"]
@@ -102,7 +100,7 @@ class Graft(nn.Module):
         self.closed_below: float = entry.get("closed_below", 0.0)
         self.attend: Callable[..., tuple[Tensor, Tensor]] = attend
         self.watch: Callable[[Graft, Tensor], None] | None = None
-        pairs = len(self.heads) if pairs is None else pairs
+        pairs = len(entry.get("pairs") or self.heads)
         if len(self.signs) != pairs or self.width < 1 or not self.heads:
             raise ValueError(f"a graft of layer {entry['layer']} has {len(self.heads)} heads and {len(self.signs)} signs")
         self.make_projections(mixer, pairs * self.width)
@@ -138,7 +136,7 @@ class Graft(nn.Module):
 
     def forward(
         self,
-        mixer: Any,
+        owner: Callable[[], Any],
         hidden: Tensor,
         streams: Streams,
         y: Tensor,
@@ -146,8 +144,9 @@ class Graft(nn.Module):
         mask: Tensor | None = None,
         packing: Packing | None = None,
     ) -> Tensor:
-        """All heads' output (b, t, h, p), with the graft in it, from their own. hidden (b, t, d): the mixer's input; mask (b,
-        t) bool: which of these tokens exist."""
+        """All heads' output (b, t, h, p), with the graft in it, from their own. owner: gives the mixer. hidden (b, t, d): its
+        input; mask (b, t) bool: which of these tokens exist."""
+        mixer = owner()
         q, k = self.queries_and_keys(mixer, hidden, streams, cache, mask, packing)
         x, own = take(streams.x, self.heads, 2), take(y, self.heads, 2)
         v, bias = self.values(x, streams)
@@ -202,9 +201,8 @@ class ChannelGraft(Graft):
     """
 
     def __init__(self, mixer: Any, entry: dict[str, Any]):
-        self.pairs: list[list[int]]
-        super().__init__(mixer, entry, len(entry["pairs"]))
-        self.pairs = entry["pairs"]
+        super().__init__(mixer, entry)
+        self.pairs: list[list[int]] = entry["pairs"]
         self.each = max(map(len, self.pairs))  # the value width: smaller sets are padded with zeros
         flat = [place for places in self.pairs for place in places]
         if sorted(flat) != list(range(len(self.heads))):
@@ -254,6 +252,15 @@ class ChannelGraft(Graft):
         return take(torch.cat(rows, dim=-1), self.by_place, 2)
 
 
+def what_went(entry: dict[str, Any]) -> str | None:
+    """What a graft's entry has that only versions up to 0.30 had, or None."""
+    if (kind := entry.get("kind", "head")) not in ("head", "layer"):
+        return f"a graft of kind '{kind}'"
+    if entry.get("whole_state") is not None:
+        return "a smaller state"
+    return next((what for name, what in WENT.items() if entry.get(name)), None)
+
+
 @contextmanager
 def watched(grafts: Iterable[Graft], watch: Callable[[Graft, Tensor], None]) -> Iterator[None]:
     """While this lasts, `watch` sees the open shares of every forward of these grafts (Graft.watch)."""
@@ -265,18 +272,6 @@ def watched(grafts: Iterable[Graft], watch: Callable[[Graft, Tensor], None]) -> 
     finally:
         for graft in grafts:
             graft.watch = None
-
-
-class Held:
-    """A mixer as its graft is given it: without `to`, which accelerate calls of all that an offloaded module is given."""
-
-    def __init__(self, mixer: Any):
-        self.mixer = mixer
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "to":
-            raise AttributeError(name)
-        return getattr(self.mixer, name)
 
 
 class GraftMixer:
@@ -350,7 +345,8 @@ class GraftMixer:
         if self.tap is not None:
             y = self.tap(self, streams, y, packing)
         if self.graft is not None and self.graft_enabled:
-            y = self.graft(Held(self), hidden_states, streams, y, cache, mask, packing)
+            # Not the mixer itself: accelerate moves every module that an offloaded one is given.
+            y = self.graft(lambda: self, hidden_states, streams, y, cache, mask, packing)
         return self.finish(y, streams.gate)
 
 
@@ -395,11 +391,11 @@ def make_room(cache: Cache, layers: int, grafts: int, length: int | None = None)
     one for what is added to the scores of these keys. As layers of the cache they are reordered and moved as all others are.
     length: of a static cache that has no keys of its own, which does not know it. Raises ValueError for a cache that was made
     for another model."""
-    if len(cache.layers) < layers:
+    if len(cache.layers) not in (layers, layers + 2 * grafts):
         raise ValueError(
             f"the cache has {len(cache.layers)} layers and the model {layers}: use DynamicCache(config=model.config)"
         )
-    if len(cache.layers) > layers or not grafts:
+    if len(cache.layers) > layers:
         return
     length = next((layer.max_cache_len for layer in cache.layers if isinstance(layer, StaticLayer)), length)
     for _ in range(grafts):

@@ -9,8 +9,10 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, Cache
 from transformers.cache_utils import StaticCache
 
-from .graft import make_room
+from .graft import make_room, what_went
 from .layer_graft import LayerGraftMixer
+
+OF_LOSS = ("num_items_in_batch", "ignore_index", "shift_labels")  # which stock models hand to their backbone as well
 
 
 @dataclass(frozen=True)
@@ -66,8 +68,8 @@ class GraftedModel:
         for index, entry in list(enumerate(self.config.grafts))[first:]:
             mixer, kind = self.mixer_at(entry["layer"]), entry.get("kind", "head")
             place = self.config.num_hidden_layers + 2 * index
-            if kind not in ("head", "layer"):
-                raise ValueError(f"a graft of kind '{kind}' went with version 0.30")
+            if gone := what_went(entry):
+                raise ValueError(f"layer {entry['layer']} has {gone}, which went with version 0.30")
             if mixer is None:
                 raise ValueError(f"layer {entry['layer']} holds no mixer that can be grafted")
             if kind == "head":
@@ -91,8 +93,8 @@ class GraftedModel:
     @contextmanager
     def disable_grafts(self: Any) -> Iterator[None]:
         """`with hybrid.disable_grafts(): ...`: meanwhile the hybrid computes what its base computes, bit for bit. Grafts that
-        the base brought ("of_base" in their entries) stay. A cache that is begun meanwhile holds no keys, and is
-        refused afterwards."""
+        the base brought ("of_base" in their entries) stay. A cache that is begun meanwhile holds no keys, and is refused
+        afterwards; one that holds keys is refused meanwhile."""
         grafted = self.own_mixers()
         before = [m.graft_enabled for m in grafted]
         try:
@@ -104,16 +106,17 @@ class GraftedModel:
                 mixer.graft_enabled = enabled
 
     def with_room(self: Any, cache: Cache | None, length: int | None = None) -> Cache | None:
-        """The cache, with layers for all grafts. length: of a static cache. Raises ValueError for one that holds tokens and not
-        the grafts' keys of them."""
+        """The cache, with layers for all grafts. length: of a static cache. Raises ValueError for one that holds tokens, and
+        not the keys of the grafts that are on, or keys of one that is off."""
         layers = self.config.num_hidden_layers
         if not isinstance(cache, Cache) or not self.config.grafts:
             return cache
         make_room(cache, layers, len(self.config.grafts), length)
         for index, entry in enumerate(self.config.grafts):
-            without = not cache.layers[layers + 2 * index].is_initialized and self.mixer_at(entry["layer"]).graft_enabled
-            if without and self.has_read(cache):
-                raise ValueError("the cache was begun without the grafts, by the base or in disable_grafts(): use a new one")
+            held, wanted = cache.layers[layers + 2 * index].is_initialized, self.mixer_at(entry["layer"]).graft_enabled
+            if held != wanted and self.has_read(cache):
+                how = "with the grafts, and they are off" if held else "without the grafts, by the base or in disable_grafts()"
+                raise ValueError(f"the cache was begun {how}: use a new one")
         return cache
 
     def has_read(self: Any, cache: Cache) -> bool:
@@ -151,11 +154,6 @@ class HybridLanguageModel(GraftedModel):
         """The parameters of the grafts, by name: what splice added, and not what came with the base."""
         own = {id(parameter) for mixer in self.own_mixers() for parameter in mixer.graft.parameters()}
         return {name: parameter for name, parameter in self.named_parameters() if id(parameter) in own}
-
-    def print_trainable_parameters(self: Any) -> None:
-        """Say how many parameters learn, as PEFT does."""
-        trainable, total = self.num_parameters(only_trainable=True), self.num_parameters()
-        print(f"trainable params: {trainable:,} || all params: {total:,} || trainable%: {100 * trainable / total:.4f}")
 
     def __repr__(self: Any) -> str:
         """In a line where the grafts are. The backbone shows its modules."""

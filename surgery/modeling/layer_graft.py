@@ -32,8 +32,6 @@ class LayerGraft(nn.Module):
 
     def __init__(self, hidden_size: int, entry: dict[str, Any]):
         super().__init__()
-        if entry.get("mlp"):
-            raise ValueError(f"the graft of layer {entry['layer']} has its donor's MLP, which went with version 0.30")
         bias, eps, taps = entry.get("bias", ()), entry.get("qk_norm"), entry.get("conv", 0)
         self.num_heads, self.num_key_value_heads = entry["num_heads"], entry["num_key_value_heads"]
         self.head_dim, self.scale = entry["head_dim"], entry["scale"]

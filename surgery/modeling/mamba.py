@@ -14,9 +14,9 @@ where only log D differs from channel to channel. It leaves the scores by
     sum_s e^{q.k_s} D_{s,c} x_{s,c} / sum_s e^{q.k_s} D_{s,c},
 
 numerator and denominator being the same attention over D x and over D: a value twice as wide instead of scores for every
-channel (both divided by the channels' largest D, which the scores get). A null key adds its e^b to the denominator (ChannelGraft in graft.py). Channels with the same sigma, tau and b at the
-start share a query-key pair; there are as many pairs as there are such sets. B and C are made from x by x_proj; C' and B' come
-from the graft's own copies of those rows.
+channel (both divided by the channels' largest D, which the scores get). A null key adds its e^b to the denominator
+(ChannelGraft in graft.py). Channels with the same sigma, tau and b at the start share a query-key pair; there are as many
+pairs as there are such sets. B and C are made from x by x_proj; C' and B' come from the graft's own copies of those rows.
 """
 
 from collections.abc import Callable

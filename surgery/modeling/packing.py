@@ -109,8 +109,8 @@ def packing_of(
     """The documents of hidden (b, t, ...), or None where every row is one.
 
     attention_mask: the user's; padding (b, t) belongs to no document, and positions on it mean nothing. given: further keyword
-    arguments, PACKED among them. Raises ValueError for bounds that are none, for padding within a document, and for documents
-    with a cache.
+    arguments, PACKED among them. Raises ValueError for bounds that are not valid, for padding within a document, and for
+    documents with a cache.
     """
     b, t = hidden.shape[:2]
     told = [name for name in PACKED if given.get(name) is not None]

@@ -17,7 +17,7 @@ from transformers.models.mamba2.modeling_mamba2 import Mamba2CausalLMOutput, Mam
 from transformers.utils import can_return_tuple, is_tracing
 
 from .graft import is_plain
-from .hybrid import GraftedModel, HybridLanguageModel, one_cache, refuse_unknown
+from .hybrid import OF_LOSS, GraftedModel, HybridLanguageModel, one_cache, refuse_unknown
 from .packing import PACKED, packing_of
 from .reference import at_least_float32
 
@@ -25,7 +25,6 @@ FUSED = ("MambaRMSNorm", "Mamba2RMSNorm", "FalconMambaRMSNorm")  # weight * x / 
 FUSED_GATED = ("MambaRMSNormGated",)  # the same of x * silu(gate)
 MOST = 256.0  # of what a projection in float16 is given
 IGNORED = ("max_length_q", "max_length_k", "output_attentions")  # of what trainers and PEFT hand to every model
-OF_LOSS = ("num_items_in_batch", "ignore_index", "shift_labels")
 
 
 class HybridBlock(GradientCheckpointingLayer):

@@ -20,11 +20,10 @@ from transformers import Cache, DynamicCache
 from transformers.utils import is_tracing
 
 from .graft import GraftMixer
-from .hybrid import GraftedModel, one_cache, refuse_unknown
+from .hybrid import OF_LOSS, GraftedModel, one_cache, refuse_unknown
 from .packing import PACKED, Packing, packing_of
 
 LENGTHS = ("max_length_q", "max_length_k")  # of packed documents, for kernels of stock attention
-OF_LOSS = ("num_items_in_batch", "ignore_index", "shift_labels")  # which language models hand to their backbone as well
 OUTPUTS = ("output_hidden_states", "output_attentions", "output_router_logits", "return_dict")
 
 

@@ -19,6 +19,7 @@ import transformers
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from surgery.errors import UserError, did_you_mean
+from surgery.modeling.graft import what_went
 from surgery.models import original
 from surgery.models.tokens import without_end_token
 from surgery.runtime.files import read_text
@@ -240,21 +241,13 @@ def read_config(folder: Path, trust_remote_code: bool = False) -> Any:
 
 
 def check_grafts(path: Path, grafts: Any, layers: Any) -> None:
-    """Raise UserError for grafts that are none, or that only versions up to 0.30 had."""
+    """Raise UserError for entries that are no grafts, or that only versions up to 0.30 had."""
     if not isinstance(grafts, list) or not all(isinstance(entry, dict) and type(entry.get("layer")) is int for entry in grafts):
         raise UserError(f"{path}: grafts has to be a list of grafts, each with its layer")
     for entry in grafts:
-        layer, kind = entry["layer"], entry.get("kind", "head")
-        gone = [
-            (kind not in ("head", "layer"), f"a graft of kind '{kind}'"),
-            (entry.get("whole_state") is not None, "a smaller state"),
-            (entry.get("mlp"), "a layer graft with its donor's MLP"),
-            (entry.get("shared"), "query-key pairs that several heads share"),
-            (entry.get("direct"), "heads from a donor"),
-            (entry.get("own_values"), "heads with values of their own"),
-        ]
-        if what := next((words for has_it, words in gone if has_it), None):
-            raise UserError(f"{path}: layer {layer} has {what}; 0.30.0 was the last version that had it")
+        layer = entry["layer"]
+        if gone := what_went(entry):
+            raise UserError(f"{path}: layer {layer} has {gone}; 0.30.0 was the last version that had it")
         if not 0 <= layer < layers:
             raise UserError(f"{path}: a graft is in layer {layer}, and there are {layers} layers")
         if not isinstance(below := entry.get("closed_below", 0.0), int | float) or not 0 <= below < 1:

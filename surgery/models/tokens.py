@@ -77,6 +77,8 @@ def token_spans(
     tokenizer: PreTrainedTokenizerBase, prompt: str, spans: Sequence[tuple[int, int]]
 ) -> tuple[list[int], list[list[int]]]:
     """The token ids of a prompt, and for every span of its characters (begin, end) the positions of the tokens in it."""
+    if not tokenizer.is_fast:
+        raise UserError(f"a {type(tokenizer).__name__} does not say where its tokens stand; a fast tokenizer is needed")
     (ids,) = encode_prompts(tokenizer, [prompt])
     offsets = tokenizer(prompt, return_offsets_mapping=True)["offset_mapping"][: len(ids)]
     begins, stops = [begin for begin, _ in offsets], [stop for _, stop in offsets]

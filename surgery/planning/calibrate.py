@@ -72,7 +72,7 @@ def read_matches(hybrid: Any, ids: Tensor, chosen: Tensor, batch_size: int) -> d
     at = chosen[:0]
 
     def note(graft: Any, args: Any) -> None:
-        mixer, hidden, streams = args[:3]
+        mixer, (hidden, streams) = args[0](), args[1:3]
         q, k = (at_least_float32(each) for each in graft.queries_and_keys(mixer, hidden, streams, None, None, None))
         served = graft.pairs if isinstance(graft, ChannelGraft) else [[place] for place in range(len(graft.heads))]
         for pair, places in enumerate(served):

@@ -39,10 +39,11 @@ def choose(
 
     The leading units of the ranking, or options.sites; for heads with null keys such that the grafts act on options.share of
     data.train_text. questions: for options.heads "auto" and for options.keep_skills, ones that the ranking has not seen. Raises
-    UserError for sites that the ranking does not have, and for a model without heads that attention could help.
+    UserError for sites in layers that the ranking does not have, and for a model without heads that attention could help.
     """
     options, data = options or PlanOptions(), data or Data()
-    units = [each for each in ranking.heads if each.kind == "ssm"]
+    brought = {entry["layer"] for entry in getattr(model.config, "grafts", None) or ()}
+    units = [each for each in ranking.heads if each.kind == "ssm" and each.site.layer not in brought]
     if not units:
         raise UserError("the model has no SSM head that could become attention")
     if ranking.accuracy.low <= ranking.chance:

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from surgery.errors import UserError
 from surgery.probes.question import Probe
+from surgery.records.recipe import TOY
 from surgery.runtime.listing import list_modules
 
 MOST = 10**6  # words, tokens or pairs of one question
@@ -56,7 +57,8 @@ def make_probe(name: str, tokenizer: PreTrainedTokenizerBase | None = None, **op
 
 
 def training_options(name: str, options: dict[str, Any]) -> dict[str, Any]:
-    """The options with which planning and tuning ask: without the keys, and the part of the facts, that are for bench alone."""
+    """The options with which planning and tuning ask: without the keys, documents and facts that are for bench alone."""
     fields = {field.name for field in dataclasses.fields(probe_class(name))}
     defaults = {"keys": "seen", "part": "tune"}
-    return {option: value for option, value in defaults.items() if option in fields} | options
+    given = {option: value for option, value in defaults.items() if option in fields} | options
+    return given | {"source": "toy-training"} if name == "needle" and given.get("source", TOY) == TOY else given

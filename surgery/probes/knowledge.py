@@ -9,6 +9,7 @@ them. Of the toy data all facts are, in the sentences of training; bench asks in
 """
 
 import random
+import unicodedata
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,8 +65,9 @@ def read_facts(source: str, part: Part | None = None) -> list[FactLine]:
             others = [answer for answer in answers if answer != own]
             choices = [own, *rng.sample(others, min(len(others), DRAWN - 1))]
             rng.shuffle(choices)
-            # A word begins with a blank, unless prompt or answer says how it begins.
-            blank = "" if line.prompt[-1].isspace() else line.answer[: len(line.answer) - len(line.answer.lstrip())] or " "
+            # A word begins with a blank, unless prompt or answer says how it begins, or the script has none.
+            joined = line.prompt[-1].isspace() or unicodedata.east_asian_width(line.prompt[-1]) in "WF"
+            blank = "" if joined else line.answer[: len(line.answer) - len(line.answer.lstrip())] or " "
             drawn = {"answer": blank + own, "choices": tuple(blank + choice for choice in choices)}
             lines[i] = line.model_copy(update=drawn)
     if part is None or len(lines) < SHARE:

@@ -5,7 +5,7 @@ large models, so that key-value retrieval can be scored in one forward.
 """
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import cache
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -36,25 +36,20 @@ def is_toy_tokenizer(tokenizer: PreTrainedTokenizerBase) -> bool:
     return len(tokenizer) == len(own) and tokenizer.get_vocab() == own
 
 
-def train_byte_level_bpe(texts: Iterable[str], vocabulary: int) -> str:
-    """Train a byte-level BPE of at most `vocabulary` tokens; returns it as the package tokenizers writes it."""
+@cache
+def _train_toy() -> str:
+    """A byte-level BPE, as the package tokenizers writes it."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary,
+        vocab_size=8192,  # more than needed: training ends when there is nothing left to merge, with whole words
         special_tokens=[END],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.train_from_iterator(_corpus(), trainer)
     return tokenizer.to_str()
-
-
-@cache
-def _train_toy() -> str:
-    # The vocabulary is larger than needed, so training ends when there is nothing left to merge: whole words.
-    return train_byte_level_bpe(_corpus(), 8192)
 
 
 def _corpus() -> Iterator[str]:

@@ -39,7 +39,7 @@ class Plan(Record):
     """Width of queries and keys; by default the state size, and at least 32."""
     donor: str | None = None
     """A Transformer whose attention weights a layer graft starts from; None: it starts at random. For kind layer."""
-    donor_layers: dict[Annotated[str, Field(pattern=r"^L\d{1,9}$")], int] = {}
+    donor_layers: dict[Annotated[str, Field(pattern=r"^L\d{1,9}$")], Annotated[int, Field(ge=0)]] = {}
     """Layer -> the donor's layer ("L3" -> 7); by default the same number. For kind layer."""
     seed: int = Field(default=0, ge=0, lt=2**32)
     """The seed of what starts at random."""

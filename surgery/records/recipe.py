@@ -32,7 +32,8 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 def _several(value: Any) -> Any:
     """`16` as (16,), `kv,text` as ("kv", "text")."""
     if isinstance(value, str):
-        return tuple(part.strip() for part in value.split(",")) if value.strip() else ()
+        parts = [part.strip() for part in value.split(",")]
+        return tuple(int(part) if part.isdecimal() else part for part in parts) if value.strip() else ()
     return (value,) if isinstance(value, int | float) and not isinstance(value, bool) else value
 
 
@@ -144,7 +145,8 @@ class Data(Record):
     facts: str = TOY
     """Facts that are asked: toy (the built-in toy data), capitals (real ones), or a .jsonl file."""
     skills: Annotated[Literal["auto"] | Names, AUTO] = "auto"
-    """Skills that an edit must not cost: choice (multiple choice) and knowledge (facts). auto: both. []: none."""
+    """Skills that an edit must not cost: choice (multiple choice) and knowledge (facts). auto: both, choice where
+    facts have four choices. []: none."""
     rare: Weight = 10.0
     """Repeated rare bigrams: how often, per million tokens of train_text, such a bigram may occur."""
 

@@ -8,7 +8,7 @@ page replaces that of the figure.
 import math
 import re
 from collections.abc import Sequence
-from io import BytesIO, StringIO
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -123,18 +123,11 @@ def draw_figures(report: Report, ranking: Ranking | None = None) -> dict[str, An
 
 
 def save_figures(drawn: dict[str, Any], folder: Path) -> list[str]:
-    """Write those that there are as NAME.png, and return these names."""
+    """Write those that there are as NAME.png, on white and without a date, and return these names."""
     files = {f"{name}.png": figure for name, figure in drawn.items() if figure is not None}
     for name, figure in files.items():
-        (folder / name).write_bytes(as_png(figure))
+        figure.savefig(folder / name, dpi=150, facecolor="white", metadata={"Software": None})
     return list(files)
-
-
-def as_png(figure: Any) -> bytes:
-    """On white, at 150 dots an inch, without the date."""
-    content = BytesIO()
-    figure.savefig(content, format="png", dpi=150, facecolor="white", metadata={"Software": None})
-    return content.getvalue()
 
 
 def as_svg(figure: Any, name: str) -> str:

@@ -27,7 +27,6 @@ def render_page(
     drawn = draw_figures(report, ranking) if figures is None else figures
     answer = ANSWERS[report.verdict.answer]
     said = report.verdict.sentence
-    others = list(report.models.items())[1:]
     loader = FileSystemLoader(Path(__file__).parent)
     environment = Environment(
         loader=loader,
@@ -45,7 +44,9 @@ def render_page(
         lines=load_lines(hybrid) if hybrid is not None else "",
         short=short_table(report),
         results=results_table(report),
-        changes=[(model.description, changes_table(report, name), model.on_text) for name, model in others],
+        changes=[
+            (model.description, changes_table(report, name), model.on_text) for name, model in list(report.models.items())[1:]
+        ],
         controls=controls_table(report),
         costs=costs_table(report),
         circuit=ranking.circuit if ranking is not None else None,

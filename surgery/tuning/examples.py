@@ -14,12 +14,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 from surgery.errors import UserError
 from surgery.models.tokens import divided, encode_continuations, encode_prompts, summary, token_spans
-from surgery.probes import make_probe, probe_class, training_options
+from surgery.probes import knowledge, make_probe, probe_class, training_options
 from surgery.probes.bigrams import PairCounts, find_repeats
+from surgery.probes.choice import LETTERS
 from surgery.probes.kv import OPENING, ask_value, draw_dictionary, write_entry
 from surgery.probes.question import Question, with_spans
 from surgery.records.recipe import TOY, Data, Tune
@@ -117,8 +119,7 @@ def _evidence(
 
 def pad(rows: Sequence[Sequence[int]], filler: int) -> Tensor:
     """Rows of different lengths as one tensor (rows, longest), filled up on the right."""
-    longest = max(map(len, rows))
-    return torch.tensor([[*row, *[filler] * (longest - len(row))] for row in rows])
+    return pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_value=filler)
 
 
 class ExampleSource:
@@ -245,6 +246,10 @@ class Batches:
 
 
 def data_skills(data: Data) -> list[tuple[str, dict[str, Any]]]:
-    """The probes of data.skills with their options."""
+    """The probes of data.skills with their options; auto: multiple choice only where facts have four choices."""
     names = ("choice", "knowledge") if data.skills == "auto" else data.skills
+    if data.skills == "auto" and data.facts not in (TOY, "capitals"):
+        parts: tuple[knowledge.Part, ...] = ("bench", "tune")
+        most = min(max(len(fact.choices) for fact in knowledge.read_facts(data.facts, part)) for part in parts)
+        names = names if most >= len(LETTERS) else ("knowledge",)
     return [(name, {"source": data.facts}) for name in names]

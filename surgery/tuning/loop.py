@@ -23,19 +23,21 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
+from accelerate.tracking import get_available_trackers
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from surgery.errors import UserError
+from surgery.modeling.layer_graft import LayerGraftMixer
 from surgery.records.recipe import Data, Tune
 from surgery.runtime.files import read_text, write_text
 from surgery.runtime.processes import is_main, over_gloo
 from surgery.runtime.progress import bar, say
 from surgery.splicing.splice import adopt
 from surgery.tuning.examples import SKILL_ROWS, Batches, ExampleSource
-from surgery.tuning.lora import add_adapters, merge_adapters, save_adapters
+from surgery.tuning.lora import add_adapters, merge_adapters, remove_adapters, save_adapters
 from surgery.tuning.losses import Losses, Weights
 from surgery.tuning.stopping import EXAMPLES, Watcher
 
@@ -52,11 +54,12 @@ WEIGHTS, BEST, OPTIMIZER = "trained.safetensors", "best.safetensors", "optimizer
 class TuningLog:
     """What tuning did. steps: a record of each, {"step", "loss", "examples", "kl", ...}, losses in nats. flat: the step at
     which the held-out loss was flat, where tune.steps is auto. back_to: the step whose weights were put back in the end, since
-    the loss rose after it."""
+    the loss rose after it. trained: how many numbers learnt."""
 
     steps: list[dict[str, float]] = field(default_factory=list)
     flat: int | None = None
     back_to: int | None = None
+    trained: int = 0
 
 
 def tune(
@@ -78,6 +81,9 @@ def tune(
     data that do not fit, for a checkpoint of another run, and where a loss is not finite.
     """
     options, data = options or Tune(), data or Data()
+    batches = Batches(tokenizer, options, data, seed)
+    if teacher is None and any(isinstance(m, LayerGraftMixer) and not m.replaced for m in model.modules()):
+        raise UserError("the folder of a hybrid does not hold what a layer graft replaced: give its base as teacher")
     adapted = add_adapters(model, options.lora, seed) if options.lora else []
     trained = trained_parameters(model)
     if not trained:
@@ -86,13 +92,18 @@ def tune(
         raise UserError(f"a {type(model).__name__} is no hybrid; a control needs its base as teacher")
     teacher = None if teacher is None else adopt(teacher)  # whose class reads packed rows
     dtypes = {key: p.dtype for key, p in trained.items()}
-    batches = Batches(tokenizer, options, data, seed)
     with torch.random.fork_rng(), learning_in_float32(model, trained):
-        run = Run(model, teacher, trained, batches, folder, name)
         try:
-            log = run.finish()
-        finally:
-            run.close()
+            run = Run(model, teacher, trained, batches, folder, name)
+            try:
+                log = run.finish()
+            finally:
+                run.close()
+        except BaseException:  # the model is as it was, but for what has learnt
+            for key, p in trained.items():
+                p.data, p.grad = p.data.to(dtypes[key]), None
+            remove_adapters(model, adapted)
+            raise
     for key, p in trained.items():
         if p.isfinite().all() and not p.to(dtypes[key]).isfinite().all():
             raise UserError(
@@ -144,7 +155,10 @@ class Run:
     ):
         options = batches.options
         self.model, self.trained, self.batches, self.options = model, trained, batches, options
-        self.folder, self.name, self.log = folder, name, TuningLog()
+        self.folder, self.name = folder, name
+        self.log = TuningLog(trained=sum(p.numel() for p in trained.values()))
+        if missing := set(options.report_to) - {each.value for each in get_available_trackers()} - {"all"}:
+            raise UserError(f"tune.report_to: {min(missing)} is not installed, or unknown to accelerate")
         self.accelerator = Accelerator(cpu=over_gloo(), log_with=list(options.report_to) or None, project_dir=folder)
         self.processes, self.rank = self.accelerator.num_processes, self.accelerator.process_index
         for size, what in ((options.batch_size, "batch_size"), (options.text_batch_size, "text_batch_size")):

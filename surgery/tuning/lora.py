@@ -113,6 +113,13 @@ def save_adapters(model: Any, options: Lora, names: list[str], folder: Path) -> 
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
+def remove_adapters(model: Any, names: list[str]) -> None:
+    """Put the adapted modules back as they were."""
+    for name in names:
+        model.set_submodule(name, model.get_submodule(name).get_base_layer())
+    vars(model).pop("peft_config", None)
+
+
 @torch.no_grad()
 def merge_adapters(model: Any, names: list[str]) -> None:
     """Put plain modules with merged weights, copies, in the place of the adapted ones. Raises UserError, the model unchanged,

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from surgery.errors import UserError
 from surgery.modeling.graft import NATS, GraftMixer
 from surgery.modeling.reference import at_least_float32
+from surgery.runtime.progress import say
 
 IGNORE = -100
 CHUNK = 2**24  # logits whose divergence is computed at once; on a GPU, which small pieces would starve, eight times as many
@@ -94,6 +95,8 @@ class Losses(nn.Module):
         self.part: Part | None = None
         self.missed: list[Tensor] = []
         grafts = [m.graft for m in model.modules() if isinstance(m, GraftMixer) and m.graft is not None]
+        if weights.hints and teacher is None and not grafts:
+            say("tune.hints: whole layers of attention take none")
         self.handles = [graft.register_forward_pre_hook(self._watch) for graft in grafts if weights.hints]
 
     def forward(self, part: Part, counts: tuple[float, float]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -127,8 +130,6 @@ class Losses(nn.Module):
     def _entropy(self, logits: Tensor, part: Part) -> Tensor:
         """The sum of the cross-entropies at the targets; of none it is 0, and has a gradient."""
         logits = at_least_float32(logits)
-        if not len(logits):
-            return logits.sum()
         return F.cross_entropy(logits, part.targets.flatten().index_select(0, part.asked), reduction="sum")
 
     def _logits(self, part: Part, at: Tensor | None, teacher: bool = False) -> Tensor:
@@ -157,13 +158,13 @@ class Losses(nn.Module):
         on the backward pass, it runs again."""
         if self.part is None or self.part.evidence is None:
             return
-        mixer, hidden, streams, _, _, _, packing = args
+        owner, hidden, streams, _, _, _, packing = args
         if hidden.shape[:2] != self.part.ids.shape:
             raise UserError(
                 "tune.hints: this base reads documents that share a row one by one, so text gives no hints; set "
                 "tune.text_tokens to the length of a short document, or leave tune.hints out"
             )
-        q, k = graft.queries_and_keys(mixer, hidden, streams, None, None, packing)
+        q, k = graft.queries_and_keys(owner(), hidden, streams, None, None, packing)
         documents = None if packing is None else packing.seq_idx
         bias = None
         if graft.time_step and streams.log_write is not None and len(graft.heads) == len(graft.signs):

@@ -161,10 +161,14 @@ def test_weights_of_the_base_learn_at_a_rate_of_their_own(place, tmp_path, monke
     assert rates == pytest.approx([rate, rate if rate == 0.01 else rate / 2], rel=1e-3)
 
 
-def test_an_output_that_holds_the_model_is_refused(ran):
+def test_what_is_refused_leaves_an_earlier_run_as_it_was(ran, place):
     hybrid = ran / "hybrid"
     with pytest.raises(UserError, match="reads"):
         pipeline.run(read_recipe(None, FEW, model=str(hybrid)), ran, overwrite=True)
+    for wrong in ("plan.sites=L99.H0", "plan.width=1", "tune.lora.target_modules=[none]", "bench.pairs=[100000]"):
+        with pytest.raises(UserError):
+            pipeline.run(make_recipe(place, wrong), ran, overwrite=True)
+    assert (ran / "report.json").exists()
     assert (hybrid / "model.safetensors").exists()
 
 

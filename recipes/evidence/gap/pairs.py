@@ -14,6 +14,7 @@ from typing import Any
 
 import gap
 import numpy as np
+from prose_page import table
 
 import surgery
 from surgery.evaluation.statistics import difference
@@ -112,11 +113,6 @@ def rank(rows: list[Row], seed: int, null: bool) -> int:
     return 1 + sum(score(row) > located for row in own)
 
 
-def tabulate(lines: list[list[str]]) -> str:
-    """A table in Markdown, whose first line names the columns."""
-    return "\n".join(f"| {' | '.join(line)} |" for line in (lines[0], ["---"] * len(lines[0]), *lines[1:]))
-
-
 def write_page(rows: list[Row], gap_rows: list[Row]) -> str:
     """The page, from pairs.jsonl and gap.jsonl."""
     seeds = all_seeds(rows)
@@ -166,8 +162,8 @@ def write_page(rows: list[Row], gap_rows: list[Row]) -> str:
         models=len(rows),
         edit=np.mean([gap.values(gap_rows, ("2 heads", gap.EQUAL), "kv.64")[seed].mean() for seed in seeds]),
         count=len({tuple(row["heads"]) for row in rows if is_in(row, "any pair")}),
-        table=tabulate(lines),
-        alone=tabulate(alone),
+        table=table(lines),
+        alone=table(alone),
         minutes=sum(row["cpu_seconds"] for row in rows) / 60,
     )
 

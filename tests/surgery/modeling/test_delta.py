@@ -87,7 +87,7 @@ def test_a_graft_is_the_formula_at_its_start(name: str) -> None:
     mixer = splice(base, Plan(sites=("L1.H3",), starts={"L1.H3": start}, gate=0.6)).mixer_at(1)
     streams = mixer.project(hidden)
     own = mixer.scan(streams)
-    got = mixer.graft(mixer, hidden, streams, own)
+    got = mixer.graft(lambda: mixer, hidden, streams, own)
     pair = 3 * mixer.n_groups // mixer.num_heads
     q, k = (m[0, :, pair] for m in (streams.q, streams.k))
     q, k = (m / (m.square().sum(-1, keepdim=True) + EPS).sqrt() for m in (q, k))

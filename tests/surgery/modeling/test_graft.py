@@ -78,7 +78,7 @@ def test_graft_is_its_formula_with_all_gradients(name: str, null: float | None, 
     hidden = torch.randn(2, 13, mixer.hidden_size, dtype=torch.float64)
     directions: Tensor | None = None
     results = []
-    for compute in (lambda *args: mixer.graft(mixer, *args), lambda *args: plain_graft(mixer, *args)):
+    for compute in (lambda *args: mixer.graft(lambda: mixer, *args), lambda *args: plain_graft(mixer, *args)):
         mixer.zero_grad()
         u = hidden.clone().requires_grad_()
         streams = mixer.project(u)
@@ -154,5 +154,5 @@ def test_tap_sees_streams_and_changes_what_a_mixer_gives(name: str) -> None:
 def test_grafts_that_went_are_refused_by_name(field: str) -> None:
     hybrid = make_hybrid("mamba2")
     config = hybrid.config.to_dict() | {"grafts": [hybrid.config.grafts[0] | {field: True}]}
-    with pytest.raises(ValueError, match=field):
+    with pytest.raises(ValueError, match="went with version"):
         type(hybrid)(type(hybrid.config)(**{key: value for key, value in config.items() if key != "model_type"}))

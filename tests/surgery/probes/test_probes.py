@@ -11,8 +11,9 @@ from surgery.errors import UserError
 from surgery.probes import make_probe, training_options
 from surgery.probes.toy import KEYS, document, facts, is_held_out, key_words
 from surgery.probes.toy_tokenizer import build_tokenizer, is_toy_tokenizer
+from surgery.records.recipe import Data
 from surgery.runtime.listing import list_modules
-from surgery.tuning.examples import dictionary_example
+from surgery.tuning.examples import data_skills, dictionary_example
 
 TOKENIZER = build_tokenizer()
 OPTIONS = {
@@ -98,6 +99,15 @@ def test_training_asks_nothing_that_is_kept_for_bench():
     told = {fact.prompt(template) for fact in facts() for template in fact.templates(held_out=False)}
     assert all(question.prompt in told for question in make_probe("knowledge", part="tune").questions(50, 1))
     assert not any(question.prompt in told for question in make_probe("knowledge").questions(50, 1))
+
+
+def test_a_file_without_four_choices_gives_no_multiple_choice(tmp_path):
+    """And no blank stands where a script has none."""
+    file = tmp_path / "facts.jsonl"
+    file.write_text("".join(f'{{"prompt": "{name}の首都は", "answer": "{name}市"}}\n' for name in "東西南"))
+    assert [name for name, _ in data_skills(Data(facts=str(file)))] == ["knowledge"]
+    asked = make_probe("knowledge", source=str(file)).questions(9, 0)
+    assert {choice for question in asked for choice in question.choices} == {"東市", "西市", "南市"}
 
 
 def test_parts_of_a_file_share_no_fact():

@@ -10,7 +10,7 @@ from surgery.records.plan import Start
 from surgery.records.ranking import Circuit, Edge, Estimate, HeadScore, Ranking, Roles
 from surgery.records.record import Provenance
 from surgery.records.report import Change, Cost, Measurement, ModelReport, OnText, Report, Verdict
-from surgery.report.figures import as_png, as_svg, draw_gain, draw_retrieval
+from surgery.report.figures import as_svg, draw_gain, draw_retrieval, save_figures
 from surgery.report.markdown import escape, render_markdown
 from surgery.report.page import render_page, write_report
 from surgery.report.tables import costs_table, describe_change, describe_p, results_table, short_table
@@ -140,14 +140,14 @@ def test_the_strongest_control_is_in_every_short_form():
     assert strongest in as_svg(draw_gain(report), "b")
 
 
-def test_figures_only_of_what_was_measured():
+def test_figures_only_of_what_was_measured(tmp_path):
     assert draw_retrieval(make_report(sizes=(64,))) is None
     bare = model("2 located heads, tuned", "hybrid", 0.9, on_text=None)
     controls = {
         name: model("c", "control", 0.4, on_text=None, behind=change(0.1)) for name in ("control_tuned", "control_same_layer")
     }
     assert draw_gain(make_report(tuned=bare, **controls)) is None
-    assert as_png(draw_retrieval(make_report())).startswith(b"\x89PNG")
+    assert save_figures({"it": draw_retrieval(make_report()), "none": None}, tmp_path) == ["it.png"]
 
 
 def test_a_summary_is_short():

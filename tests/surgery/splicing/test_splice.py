@@ -216,8 +216,5 @@ def test_a_quantised_base_is_spliced_saved_and_loaded(name: str, bits: int, tmp_
 
 
 @FAMILIES
-def test_repr_says_where_grafts_are(name: str, capsys: pytest.CaptureFixture) -> None:
-    hybrid = make_hybrid(name)
-    assert "L1.H1,3,4" in repr(hybrid)
-    hybrid.print_trainable_parameters()
-    assert f"{sum(p.numel() for p in hybrid.graft_parameters().values()):,}" in capsys.readouterr().out
+def test_repr_says_where_grafts_are(name: str) -> None:
+    assert "L1.H1,3,4" in repr(make_hybrid(name))
