@@ -102,7 +102,7 @@ class LlambaConfig(HybridConfig, PretrainedConfig):
                 raise ValueError(f"the field '{unknown[0]}' of a Llamba's {name} is not known")
         super().__post_init__(**kwargs)
         multiple = self.pad_vocab_size_multiple  # the embedding's rows are padded to one
-        self.vocab_size = -(-self.vocab_size // multiple) * multiple
+        self.vocab_size, self.pad_vocab_size_multiple = -(-self.vocab_size // multiple) * multiple, 1  # resized, it may be none
         heads, pairs = self.ssm_cfg["n_v_heads"], self.ssm_cfg["n_qk_heads"]
         if (self.ssm_cfg["expand"] * self.hidden_size) % heads or heads % pairs:
             raise ValueError(f"a Llamba of {self.hidden_size} channels cannot have {heads} heads with {pairs} pairs of B and C")

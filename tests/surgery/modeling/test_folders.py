@@ -92,3 +92,11 @@ def test_a_folder_of_version_0_30_loads(name: str, blend: float | None, tmp_path
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
     torch.testing.assert_close(logits_of(loaded.eval(), ids), logits_of(hybrid, ids), atol=1e-9, rtol=1e-9)
+
+
+def test_a_llamba_with_other_embeddings_is_loaded_as_it_was_saved(tmp_path: Path) -> None:
+    hybrid = make_hybrid("llamba")
+    hybrid.resize_token_embeddings(50)
+    hybrid.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(loaded.get_input_embeddings().weight, hybrid.get_input_embeddings().weight)
