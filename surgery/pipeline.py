@@ -82,7 +82,7 @@ def run(
         check_recipe(base, tokenizer, recipe)
         if overwrite:  # not before it is known that the recipe fits
             output.clear()
-        if is_main() and not ((kept := output.path / RECIPE).exists() and read_recipe(kept) == recipe):
+        if is_main() and not ((kept := output.path / RECIPE).exists() and read_recipe(kept) == recipe):  # it may have comments
             output.write(RECIPE, recipe_text(recipe))
         ranking = once(output, "ranking.json", located, Ranking, partial(locate_heads, base, tokenizer, recipe, print_))
         say(f"locate: {ranking.circuit.sentence if ranking.circuit else f'{ranking.heads[0].site} leads'}")

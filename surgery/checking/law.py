@@ -33,24 +33,10 @@ TIMES, LEAST = 16.0, 3e-5  # of what is allowed in float32 and 16 bits; see meas
 PAD = 0
 SHORTEST = 41  # tokens of a row: laws ask up to so many
 BY_TOKEN = [20, *[1] * 7]  # a prompt, and tokens that go on from its cache one by one
-WORDS = (
-    "not support",
-    "not used by the model",
-    "unsupported",
-    "cannot",
-    "can't",
-    "not implemented",
-    "unexpected keyword",
-    "only support",
-    "only implement",
-    "only work",
-    "not compatible",
-    "use ",
-    "disabl",
-    "invalid",
-    "does not",
-    "call `",
-)
+WORDS = (  # of an error that refuses
+    "not support|not used by the model|unsupported|cannot|can't|not implemented|unexpected keyword|only support|"
+    "only implement|only work|not compatible|use |disabl|invalid|does not|call `"
+).split("|")
 
 
 @torch.no_grad()

@@ -60,6 +60,8 @@ def export(
 
     plan = Plan.read(Path(hybrid) / PLAN) if (Path(hybrid) / PLAN).exists() else None
     if (Path(hybrid) / RECORD).is_file():  # a patch
+        if dtype != "auto":
+            raise UserError("--dtype: a patch is joined in the precision that its hybrid had")
         model, tokenizer = join_patch(hybrid, base)
         base = base or Patch.read(Path(hybrid) / RECORD).base.place(Path(hybrid))
     else:

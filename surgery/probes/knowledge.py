@@ -66,8 +66,9 @@ def read_facts(source: str, part: Part | None = None) -> list[FactLine]:
             choices = [own, *rng.sample(others, min(len(others), DRAWN - 1))]
             rng.shuffle(choices)
             # A word begins with a blank, unless prompt or answer says how it begins, or the script has none.
-            joined = line.prompt[-1].isspace() or unicodedata.east_asian_width(line.prompt[-1]) in "WF"
-            blank = "" if joined else line.answer[: len(line.answer) - len(line.answer.lstrip())] or " "
+            last, lead = line.prompt[-1], line.answer[: len(line.answer) - len(line.answer.lstrip())]
+            joined = unicodedata.east_asian_width(last) in "WF" and not unicodedata.name(last, "").startswith("HANGUL")
+            blank = "" if last.isspace() else lead or " " * (not joined)
             drawn = {"answer": blank + own, "choices": tuple(blank + choice for choice in choices)}
             lines[i] = line.model_copy(update=drawn)
     if part is None or len(lines) < SHARE:

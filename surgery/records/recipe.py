@@ -32,8 +32,7 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 def _several(value: Any) -> Any:
     """`16` as (16,), `kv,text` as ("kv", "text")."""
     if isinstance(value, str):
-        parts = [part.strip() for part in value.split(",")]
-        return tuple(int(part) if part.isdecimal() else part for part in parts) if value.strip() else ()
+        return tuple(part.strip() for part in value.split(",")) if value.strip() else ()
     return (value,) if isinstance(value, int | float) and not isinstance(value, bool) else value
 
 
@@ -51,7 +50,7 @@ Rows = Annotated[int, Field(ge=1, le=2**20, strict=True)]
 Tokens = Annotated[int, Field(ge=2, le=2**24, strict=True)]
 Weight = Annotated[Number, Field(ge=0, le=1e6)]
 Share = Annotated[Number, Field(ge=0, le=1)]
-Counts = Annotated[tuple[Count, ...], BeforeValidator(_several)]
+Counts = Annotated[tuple[Annotated[int, BeforeValidator(_number), Field(ge=1, le=10**9)], ...], BeforeValidator(_several)]
 Names = Annotated[tuple[str, ...], BeforeValidator(_several)]
 OFF = (False, "no", "off", "none")
 AUTO: Any = Field(union_mode="left_to_right")
@@ -327,8 +326,11 @@ class Recipe(Record):
     def _check(self) -> Self:
         if "adapters" in self.bench.controls and self.tune.lora is None:
             raise ValueError("bench.controls: adapters are those of tune.lora, and there are none")
-        if self.plan.kind == "layer" and "controls" not in self.bench.model_fields_set:
-            self.__dict__["bench"] = self.bench.model_copy(update={"controls": ("tuned", "prompt_twice")})
+        if self.plan.kind == "layer":
+            if "controls" not in self.bench.model_fields_set:
+                self.__dict__["bench"] = self.bench.model_copy(update={"controls": ("tuned", "prompt_twice")})
+            if wrong := {"same_layer", "window", "whole_layer"} & set(self.bench.controls):
+                raise ValueError(f"bench.controls: {min(wrong)} is for plan.kind=head")
         return self
 
     def public(self) -> dict[str, Any]:

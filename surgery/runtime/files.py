@@ -149,8 +149,10 @@ class OutputFolder(AbstractContextManager["OutputFolder"]):
         """Write one of our files. settings: what it depends on, which `is_made` compares."""
         path = self.path / name
         self._refuse_foreign(name)
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        self._save(moving={name: digest})  # so that a run which is killed now knows next time that this is ours
         write_text(path, text)
-        self._files[name] = hashlib.sha256(text.encode()).hexdigest()
+        self._files[name] = digest
         self._made_by[name] = settings_digest(settings)
         self._save()
         return path
@@ -239,7 +241,8 @@ class OutputFolder(AbstractContextManager["OutputFolder"]):
         text = read_text(self.path / MANIFEST)
         try:
             held = json.loads(text)
-            inode, opened, moving = held["folder"], dict(held["open"]), dict(held["moving"])
+            inode, moving = held["folder"], dict(held["moving"])
+            opened = {name: list(foreign) for name, foreign in dict(held["open"]).items()}
             self._files, self._made_by = dict(held["files"]), dict(held["settings"])
             names = [Path(name) for name in (*self._files, *opened, *moving)]
         except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -333,7 +336,9 @@ def open_output(
         if present:
             output._read()
         shutil.rmtree(path / STAGING, ignore_errors=True)
-        output._removable(name for name in output._files if overwrite or name != RECIPE)
+        if not overwrite and (path / RECIPE).is_file() and RECIPE in output._files:
+            output._files[RECIPE] = file_digest(path / RECIPE)
+        output._removable(output._files)
         output._save()
     except BaseException as error:
         output.__exit__(type(error), error, None)

@@ -33,10 +33,8 @@ def control_plan(name: str, model: Any, plan: Plan, seed: int) -> Plan:
     """The plan of a control: `same_layer` (other heads of the plan's layers, at random), `random_site` (heads of other layers),
     `window` (all heads of the plan's layers; `narrow` says how far they see), `whole_layer`. Attention begins with sign 1, tau
     1 and no null key; make_plan sets what the plan's own heads have. Raises UserError where the model has no other heads."""
-    if name in ("window", "same_layer") and plan.kind != "head":
-        raise UserError(f"the control {name} is for plan.kind=head: it has other heads of the layer")
-    if name == "whole_layer" and plan.kind != "head":
-        raise UserError("the control whole_layer is for plan.kind=head; for a donor's, take random_site")
+    if name != "random_site" and plan.kind != "head":
+        raise UserError(f"the control {name} is for plan.kind=head")
     if name == "whole_layer":
         return Plan(kind="layer", sites=tuple(Site(site.layer) for site in plan.sites), seed=seed)
     hybrid, rng = adopt(model), random.Random(f"{name} {seed}")

@@ -82,7 +82,8 @@ def tune(
     """
     options, data = options or Tune(), data or Data()
     batches = Batches(tokenizer, options, data, seed)
-    if teacher is None and any(isinstance(m, LayerGraftMixer) and not m.replaced for m in model.modules()):
+    own: list[Any] = getattr(model, "own_mixers", list)()
+    if teacher is None and any(isinstance(m, LayerGraftMixer) and not m.replaced for m in own):
         raise UserError("the folder of a hybrid does not hold what a layer graft replaced: give its base as teacher")
     adapted = add_adapters(model, options.lora, seed) if options.lora else []
     trained = trained_parameters(model)
@@ -102,7 +103,8 @@ def tune(
         except BaseException:  # the model is as it was, but for what has learnt
             for key, p in trained.items():
                 p.data, p.grad = p.data.to(dtypes[key]), None
-            remove_adapters(model, adapted)
+            if adapted:
+                remove_adapters(model, adapted)
             raise
     for key, p in trained.items():
         if p.isfinite().all() and not p.to(dtypes[key]).isfinite().all():

@@ -130,7 +130,7 @@ def test_what_is_done_is_done_again_from_the_stage_on_whose_settings_changed(ran
     "setting",
     [
         "plan.sites=L9.H0",
-        "plan.kind=layer plan.donor=no-such",
+        "plan.kind=layer plan.donor=no-such bench.controls=[]",
         "'tune.lora={{target_modules: no_such}}'",
         "'tune.examples=[{{probe: kv, options: {{pairs: [4, 1000]}}}}]'",
         "bench.pairs=[1000]",

@@ -85,7 +85,7 @@ def start_copying(hybrid: Any, ids: Tensor, hits: Tensor) -> float:
     scores, queries = [], []
 
     def look(_: Any, args: tuple) -> None:
-        q, k = graft.queries_and_keys(*args[:3], None, None, None)
+        q, k = graft.queries_and_keys(args[0](), *args[1:3], None, None, None)
         later = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).triu(1)
         scores.append((q[:, 0] @ k[:, 0].mT).masked_fill(later, -torch.inf).logsumexp(-1))
         queries.append(q[:, 0])
