@@ -204,9 +204,8 @@ def fit_batch(model: Any, encoded: Encoded, batch_size: int) -> int:
     short = torch.tensor([longest[: min(64, len(longest))]], device=next(model.parameters()).device)
     with torch.enable_grad(), saved_tensors_hooks(keep, lambda tensor: tensor):
         model(input_ids=short, use_cache=False, logits_to_keep=1)
-    row = (
-        2 * sum(storage.nbytes() for storage in kept.values()) * len(longest) / short.shape[1]
-    )  # twice: gradients, and what a tap holds
+    held = sum(storage.nbytes() for storage in kept.values())
+    row = 2 * held * len(longest) / short.shape[1]  # twice: gradients, and what a tap holds
     device = short.device
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
     return max(1, min(batch_size, int(SHARE * free / max(row, 1))))

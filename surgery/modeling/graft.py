@@ -56,8 +56,12 @@ SILU = ("silu", "swish")  # what configurations call that activation
 SMALLEST = 1e-30  # of a write strength, which has a logarithm and may divide: softplus reaches 0, in float32 too
 NATS = 20.0  # b = NATS * null: scores span tens of nats, and Adam moves a parameter by about its learning rate a step
 ABSENT = -500.0  # `null` of a head without a null key in a layer where others have one: b is -10,000 nats
-WENT = {"shared": "query-key pairs that several heads share", "direct": "heads from a donor", "own_values": "copying heads"}
-WENT |= {"mlp": "a donor's MLP"}
+WENT = {
+    "shared": "query-key pairs that several heads share",
+    "direct": "heads from a donor",
+    "own_values": "copying heads",
+    "mlp": "a donor's MLP",
+}
 
 
 @dataclass(eq=False)

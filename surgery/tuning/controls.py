@@ -147,8 +147,8 @@ class InitialState(nn.Module):
 
         def scan(*texts: Tensor) -> Tensor:
             begun = {}
-            for (name, first), text in zip(((name, before[name]) for name in given), texts, strict=True):
-                begun[name] = torch.cat([first.to(text).expand(len(text), 1, *text.shape[2:]), text], dim=1)
+            for name, text in zip(given, texts, strict=True):
+                begun[name] = torch.cat([before[name].to(text).expand(len(text), 1, *text.shape[2:]), text], dim=1)
             return mixer.scan(replace(streams, **begun))[:, 1:]
 
         return y + (scan(*given.values()) if packing is None else packing.apply(scan, *given.values()))
