@@ -468,6 +468,8 @@ def write(out: Path, training: Training, measured: dict[str, Any]) -> None:
         file.unlink()
     config = json.loads(read_text(out / "config.json"))
     config.pop("auto_map", None)
+    for entry in config.get("grafts", ()):  # attention that was there from the start is the base's own
+        entry["of_base"] = True
     write_text(out / "config.json", json.dumps(config, indent=2) + "\n")
     write_text(out / "recipe.yaml", yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False))
     write_text(out / "log.jsonl", "".join(json.dumps(entry) + "\n" for entry in training.log))

@@ -54,10 +54,8 @@ def check_data(data: Any) -> None:
 
 
 def own_grafts(name: str) -> list[Any]:
-    """The grafts in a local folder that are not the base's own, as whole layers are that no export of ours holds."""
-    ours = any((Path(name) / file).exists() for file in ("plan.json", "export.json"))
-    grafts = [entry for entry in read_fields(name).get("grafts") or () if isinstance(entry, dict)]
-    return [entry for entry in grafts if not entry.get("of_base") and (ours or entry.get("kind") != "layer")]
+    """The grafts in a local folder that did not come with the base."""
+    return [entry for entry in read_fields(name).get("grafts") or () if isinstance(entry, dict) and not entry.get("of_base")]
 
 
 def refuse_hybrid(name: str) -> None:

@@ -27,7 +27,7 @@ from surgery.runtime.progress import say
 from surgery.splicing.splice import adopt, sample
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
-PATCH, PLAN = "patch.json", "plan.json"
+PATCH = "patch.json"
 MODEL_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", re.ASCII)
 # What is fetched of a repository on the Hub, and what is not: the same weights once more in their maker's layout.
 FETCHED = ["*.json", "*.safetensors", "*.bin", "*.model", "*.txt", "*.jinja", "*.py", "README.md"]
@@ -138,9 +138,6 @@ def open_folder(folder: Path, dtype: torch.dtype | None, device: str, spread: bo
             del model.hf_device_map  # it is in one piece, and may be moved
     model = adopt(model)
     grafts = getattr(model.config, "grafts", None) or []
-    if not (folder / PLAN).exists():  # whole layers of attention that the base was trained with, as mamba2attn-2.7b has them
-        for entry in (each for each in grafts if each.get("kind") == "layer"):
-            entry.setdefault("of_base", True)
     if any(not entry.get("of_base") for entry in grafts):  # the base of a hybrid is frozen
         own = set(model.graft_parameters())
         for name, parameter in model.named_parameters():

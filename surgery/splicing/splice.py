@@ -113,7 +113,7 @@ def unsplice(hybrid: Any) -> Any:
         raise UserError(f"a {type(hybrid).__name__} is no hybrid; unsplice takes one, without PEFT's wrapper around it")
     if any(isinstance(mixer, LayerGraftMixer) and not mixer.replaced for mixer in hybrid.own_mixers()):
         raise UserError("the folder of a hybrid does not hold what a layer graft replaced; load the base instead")
-    beneath = [{k: v for k, v in entry.items() if k != "of_base"} for entry in hybrid.config.grafts if entry.get("of_base")]
+    beneath = [entry for entry in hybrid.config.grafts if entry.get("of_base")]
     kind = family.hybrid if beneath else family.base
     base = contain(hybrid, kind, convert(hybrid.config, kind.config_class, beneath), with_adapters=False)
     if changed := changed_since_splice(hybrid):

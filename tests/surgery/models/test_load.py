@@ -59,15 +59,13 @@ def test_a_hybrid_comes_with_grafts_that_learn(tmp_path: Path) -> None:
     assert torch.equal(model(make_rows(), use_cache=False).logits, live(make_rows(), use_cache=False).logits)
 
 
-def test_layers_of_attention_without_a_plan_are_the_base_s(tmp_path: Path) -> None:
+def test_attention_that_came_with_a_base_is_no_graft(tmp_path: Path) -> None:
     live = splice(make_base("mamba2", dtype=torch.float32), Plan(kind="layer", sites=("L1",)))
-    del live.config.grafts[0]["of_base"]  # in the configuration of a base nothing says so
-    folder = save(live, tmp_path / "hybrid")
-    model, _ = load(folder)
+    assert set(load(save(live, tmp_path / "hybrid")).model.graft_parameters()) == set(live.graft_parameters())
+    live.config.grafts[0]["of_base"] = True
+    model, _ = load(save(live, tmp_path / "base"))
     assert not model.graft_parameters()
     assert all(parameter.requires_grad for parameter in model.parameters())
-    (folder / "plan.json").write_text("{}")
-    assert set(load(folder).model.graft_parameters()) == set(live.graft_parameters())
 
 
 def test_a_tokenizer_of_another_model_is_refused(base: Path) -> None:

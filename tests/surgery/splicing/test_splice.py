@@ -76,7 +76,7 @@ def test_grafts_may_stand_beside_those_that_the_base_brings(name: str) -> None:
     with both.disable_grafts():
         assert torch.equal(logits_of(both, ids), before)
     assert torch.equal(logits_of(unsplice(both), ids), before)
-    assert unsplice(both).config.grafts == first.config.grafts
+    assert unsplice(both).config.grafts == [{**first.config.grafts[0], "of_base": True}]
     with pytest.raises(UserError, match=r"L0\.H2"):
         splice(first, Plan(sites="L0.H2"))
 
