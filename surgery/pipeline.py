@@ -119,11 +119,10 @@ def check_tuning(model: Any, tokenizer: Any, recipe: Recipe) -> None:
     Batches(tokenizer, recipe.tune, recipe.data, recipe.seed)
 
 
-def check_bench(tokenizer: Any, recipe: Recipe) -> None:
-    """Raise UserError for questions, texts and tasks that cannot be measured."""
+def check_bench(tokenizer: Any, recipe: Recipe) -> list[str]:
+    """The names of all measurements. Raises UserError for questions, texts and tasks that cannot be measured."""
     given = Given(tokenizer, recipe.bench.model_copy(update={"limit": 2}), recipe.data, recipe.seed)
-    measurements(given)
-    harness_measurements(given)
+    return [each.name for each in (*measurements(given), *harness_measurements(given))]
 
 
 def once(output: OutputFolder, name: str, settings: Any, kind: type[R], compute: Callable[[], R]) -> R:

@@ -21,9 +21,9 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from surgery.checking.law import CACHES
 from surgery.checking.shrink import DEPTHS, LISTS, make_model
 from surgery.errors import UserError
+from surgery.models.anatomy import find_cache
 
 LENGTHS = (1024, 4096, 16384, 65536, 262144, 1048576)
 SHORT = 24  # tokens that are read: more than any short convolution has taps
@@ -187,7 +187,7 @@ def _measured(model: Any, tokens: int, depth: int) -> list[tuple[LayerBytes, int
     except (RuntimeError, ValueError) as error:
         said = f"a {model.config.model_type} cannot be run with a cache in {model.dtype}: {str(error).splitlines()[0]}"
         raise UserError(said + "; try another --dtype" * ("dtype" in said)) from error
-    cache = next((getattr(output, name) for name in CACHES if getattr(output, name, None) is not None), None)
+    _, cache = find_cache(output)
     if kept:
         cache = given["past_key_values"]
         for layer, block in zip(cache.layers, (each.temporal_block for each in model.model.layers), strict=True):

@@ -22,10 +22,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GenerationConfig, PreTrainedModel
 
 from surgery.kernels.choose import KernelError
+from surgery.models.anatomy import find_cache
 
 Verdict = Literal["wrong", "refused", "right", "not applicable"]
 Pair = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, float]  # what was found, what is right, and a bound of its own
-CACHES = ("past_key_values", "cache_params", "state")  # what models call the cache that they take and return
 # Of the largest logit, in float64. Rounding there is below 1e-12, but a model may round a constant to float32 in one way of
 # computing and not in another: MiniMax's decays, which are off by 1e-8. The least defect in docs/architectures.md is 1e-4.
 EXACT = 1e-7
@@ -218,11 +218,11 @@ class Subject:
             named[self.cache_name] = cache
         with torch.no_grad(), self.precision():
             output = self.model(input_ids=ids, use_cache=True, **named)
-        for name in CACHES:
-            if getattr(output, name, None) is not None:
-                self.cache_name = name
-                return output.logits, output[name]
-        raise NotApplicable("it returns no cache")
+        name, cache = find_cache(output)
+        if cache is None:
+            raise NotApplicable("it returns no cache")
+        self.cache_name = name
+        return output.logits, cache
 
     def pieces(
         self, ids: Tensor, sizes: list[int], *, mask: bool = False, positions: bool = False, cache: Any = None, start: int = 0

@@ -63,7 +63,10 @@ def bench(
 
         opened = {"base": open_model(base, options, trust_remote_code)}
         opened |= {_name(each, models): open_model(each, options, trust_remote_code) for each in models}
-        check_bench(opened["base"][1], options)
+        names = check_bench(opened["base"][1], options)
+        for name, *_ in required:
+            if name not in names:
+                raise UserError(f"--require: '{name}' is not measured; there are {', '.join(names)}")
         if overwrite:  # not before it is known that the settings fit
             output.clear()
         with output.folder("measured") as folder:
@@ -103,8 +106,6 @@ def _parse(text: str) -> tuple[str, str, float]:
 
 def _check(report: Report, name: str, sign: str, value: float) -> str:
     """What is wrong with the main model's result; nothing where the requirement holds."""
-    found = report.main.results.get(name)
-    if found is None:
-        raise UserError(f"--require: '{name}' was not measured; there are {', '.join(report.main.results)}")
+    found = report.main.results[name]
     holds = found.mean >= value if sign == ">=" else found.mean <= value
     return "" if holds else f"required {name}{sign}{value:g}; it is {found.mean:.3f}, off by {abs(found.mean - value):.3f}"

@@ -17,7 +17,7 @@ from transformers import Cache
 
 from surgery.errors import UserError
 from surgery.evaluation.statistics import estimate
-from surgery.locating.replay import CACHES
+from surgery.models.anatomy import CACHES, find_cache
 from surgery.records.report import Cost
 
 ROUNDS, TOKENS = 7, 8  # of each model in turn; decoded in a round, one after the other
@@ -52,8 +52,7 @@ def measure_costs(models: Mapping[str, Any], context: int, batch: int, *, readin
 def read_context(model: Any, context: int, batch: int = 1) -> Cache:
     """The cache of a model that has read so many tokens, in each of some rows."""
     ids = (torch.arange(context, device=model.device)[None] % model.config.get_text_config().vocab_size).expand(batch, -1)
-    output = model(input_ids=ids, use_cache=True, logits_to_keep=1)
-    cache = next((output[name] for name in CACHES if output.get(name) is not None), None)
+    _, cache = find_cache(model(input_ids=ids, use_cache=True, logits_to_keep=1))
     if cache is None:
         raise UserError(f"a {model.config.model_type} returns no cache; set bench.contexts=[]")
     return cache

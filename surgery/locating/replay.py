@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from surgery.models.anatomy import find_cache
 from surgery.probes.encoded import Encoded
 from surgery.probes.scoring import logits_at_points
 
@@ -44,9 +45,6 @@ class Replay:
         return self.encoded.mask(place).to(next(self.model.parameters()).device)
 
 
-CACHES = ("cache_params", "past_key_values")  # what a cache is called, by state-space models and by Transformers
-
-
 class QueryReplay:
     """As Replay, for what is changed at the query alone: the tokens before it are read once, into a cache, and only the
     prompt's last token and those behind it run again. The prompts of a batch have one length (Encoded.batches)."""
@@ -56,11 +54,9 @@ class QueryReplay:
         self.model, self.encoded = model, encoded
         self.ids, self.begin = encoded.padded(next(model.parameters()).device), int(encoded.query[0])
         self.mask = torch.ones_like(self.ids[:, self.begin :], dtype=torch.bool)  # of all that runs again
-        read = model(input_ids=self.ids[:, : self.begin], use_cache=True, logits_to_keep=1)
-        self.name = next((name for name in CACHES if read.get(name) is not None), "")
+        self.name, self.cache = find_cache(model(input_ids=self.ids[:, : self.begin], use_cache=True, logits_to_keep=1))
         if not self.name:
             raise ValueError("the model returns no cache")
-        self.cache = read[self.name]
         self.loss = self.losses()
 
     @torch.no_grad()

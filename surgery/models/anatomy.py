@@ -14,6 +14,7 @@ from surgery.errors import UserError
 from surgery.modeling.layer_graft import LayerGraftMixer
 
 Kind = Literal["ssm", "attention"]
+CACHES = ("past_key_values", "cache_params", "state")  # what models call the cache that they take and return
 
 # Where a block may hold a mixer, its kind, and what its output projection may be called. Kind None: its modules tell. SSMs come
 # first: where a block holds both kinds, the SSM's heads are counted first.
@@ -122,6 +123,12 @@ def _measure(model: Any, layer: int, kind: Kind | None, outs: tuple[str, ...], m
     if columns % width:
         raise _unknown(model, f"layer {layer}'s {type(module).__name__} has heads of {width} columns, and reads {columns}")
     return MixerPlace(layer, kind, module, out, columns // width, width, first)
+
+
+def find_cache(output: Any) -> tuple[str, Any]:
+    """(what a model calls the cache that it takes and returns, the cache), of an output; ("", None) if it holds none."""
+    held = ((name, getattr(output, name, None)) for name in CACHES)
+    return next(((name, cache) for name, cache in held if cache is not None), ("", None))
 
 
 def descend(module: Any, path: str) -> Any:

@@ -196,8 +196,13 @@ def write_page(rows: list[Row]) -> str:
         own=own_losses(rows),
         table=table(savings(rows, list_cells())),
         others=other_bases(),
-        minutes=sum(row["cpu_seconds"] for shape in (None, *SHAPES) for row in gap.read_rows(record_of(shape))) / 60,
+        minutes=sum(spent(row) for shape in (None, *SHAPES) for row in gap.read_rows(record_of(shape))) / 60,
     )
+
+
+def spent(row: dict[str, Any]) -> float:
+    """Seconds of processor time; those of a training that went on in several processes are kept with its state."""
+    return max(row["cpu_seconds"], row.get("seconds", 0))
 
 
 def table(lines: list[list[str]]) -> str:

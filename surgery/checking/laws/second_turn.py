@@ -2,7 +2,8 @@
 
 import torch
 
-from surgery.checking.law import CACHES, Law, Subject
+from surgery.checking.law import Law, Subject
+from surgery.models.anatomy import find_cache
 
 PROMPT, NEW, QUESTION = 20, 3, 7
 
@@ -10,7 +11,7 @@ PROMPT, NEW, QUESTION = 20, 3, 7
 def cases(s: Subject):
     def run(with_earlier_turns: bool):
         first = s.generate(s.ids[:1, :PROMPT], NEW)
-        cache = next((first[name] for name in CACHES if first.get(name) is not None), None)
+        _, cache = find_cache(first)
         talk = torch.cat([first.sequences, s.ids[1:2, :QUESTION]], 1)
         seen = 0 if with_earlier_turns else first.sequences.shape[1] - 1  # the last token was not read any more
         mask = torch.ones_like(talk)

@@ -18,11 +18,12 @@ from surgery.checking.adapters import check_adapters
 from surgery.checking.bytes import LENGTHS, CacheBytes, LayerBytes, count_cache_bytes
 from surgery.checking.check import check, read_sizes
 from surgery.checking.engines import compare_engine
-from surgery.checking.law import CACHES, subject_of
+from surgery.checking.law import subject_of
 from surgery.checking.shrink import random_model, read_config, shrink
 from surgery.cli import app
 from surgery.errors import UserError
 from surgery.evaluation.costs import cache_bytes
+from surgery.models.anatomy import find_cache
 from tests.surgery.modeling import bases, stock_bases, test_layer_graft
 
 TYPES = (
@@ -214,7 +215,7 @@ def test_bytes_are_those_of_the_cache(name, dtype):
         with torch.no_grad():
             named = {} if cache is None else {"past_key_values": cache}
             output = model(input_ids=torch.zeros(2, length, dtype=torch.long), use_cache=True, **named)
-        cache = cache or next(getattr(output, name) for name in CACHES if getattr(output, name, None) is not None)
+        cache = cache or find_cache(output)[1]
         assert sizes.transformers(length, 2) == cache_bytes(cache) + held_in_modules(model)
 
 
@@ -222,7 +223,7 @@ def test_bytes_are_those_of_the_cache(name, dtype):
 def test_bytes_of_a_hybrid_are_those_of_its_cache(make, name):
     hybrid = make(name).float()
     output = hybrid(torch.ones(2, 75, dtype=torch.long), use_cache=True)
-    cache = next(getattr(output, each) for each in CACHES if getattr(output, each, None) is not None)
+    _, cache = find_cache(output)
     assert count_cache_bytes(hybrid).transformers(75, 2) == cache_bytes(cache)
 
 

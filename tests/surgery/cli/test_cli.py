@@ -173,6 +173,7 @@ def places(tmp_path):
         (f"bench {{}}/run/hybrid {BASE} --out {{}}/o", "first"),
         (f"bench {BASE} {{}}/run/hybrid --out {{}}/o --require kv.64", "--require"),
         (f"bench {BASE} {{}}/run/hybrid --out {{}}/o --require kv.64>=1.2.3", "--require"),
+        (f"bench {BASE} {BASE} --out {{}}/o --require kv.65>=0.8", "'kv.65' is not measured"),
         (f"splice {BASE} {{}}/nested.json --out {{}}/o", "Invalid JSON"),
         (f"splice {BASE} {{}}/seed.json --out {{}}/o", "seed"),
         ("export {}/run/hybrid --format x --out {}/o", "format"),
