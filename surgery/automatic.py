@@ -87,7 +87,8 @@ def go_on(recipe: Recipe, report: Report, out: Path, trust_remote_code: bool = F
     most = plan.max_heads * (BLOCK if "channel" in report.main.description else 1)
     folders = {name: folder for name in report.models if (folder := out / "tuning" / name).is_dir()}
     undone = any(model.back_to is not None for model in report.models.values())
-    ends = {name: checkpoints(folder)[-1] / STATE for name, folder in folders.items() if recipe.tune.steps == "auto"}
+    saved = {name: checkpoints(folder) for name, folder in folders.items() if recipe.tune.steps == "auto"}
+    ends = {name: found[-1] / STATE for name, found in saved.items() if found}
     # Looks since the held-out loss was least.
     fell = [name for name, end in ends.items() if json.loads(read_text(end))["watcher"]["since"] < PATIENCE]
     if undone or report.verdict.remedy == "lower rate":
@@ -104,7 +105,8 @@ def go_on(recipe: Recipe, report: Report, out: Path, trust_remote_code: bool = F
         why = "There is more to gain, maybe with more heads"
     else:
         return ""
-    other = next(path for number in count(2) if not (path := out.with_name(f"{out.name}-{number}")).exists())
+    place = out if out.name not in ("", "..") else out.resolve()
+    other = next(path for number in count(2) if not (path := place.with_name(f"{place.name}-{number}")).exists())
     words = ["surgery", "run", str(out / "recipe.yaml"), "--set", setting, "--out", str(other)]
     return f"{why}: {shlex.join([*words, *(['--trust-remote-code'] if trust_remote_code else [])])}"
 

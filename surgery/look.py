@@ -22,6 +22,7 @@ from surgery.evaluation.texts import open_held_out, token_losses
 from surgery.locating.attribution import graft_mixers
 from surgery.locating.locate import BLOCK
 from surgery.locating.roles import find_roles
+from surgery.modeling import family_of
 from surgery.modeling.graft import ChannelGraft
 from surgery.models.anatomy import anatomy
 from surgery.models.digests import fingerprint
@@ -43,7 +44,7 @@ from surgery.splicing.splice import adopt, measuring, splice
 PAIRS = (4, 8, 16, 32, 64)  # entries of a dictionary
 SKILLS = {"choice": "multiple choice", "knowledge": "facts"}
 MOST = 128  # questions of a kind
-LEAST, DECIDING = 32, 64  # of a large model on a processor; and of the smallest dictionaries, which decide
+LEAST, DECIDING = 32, 64  # questions for a large model on a processor; and with the smallest dictionaries, which decide
 SEED = 70_001  # added to the seed: no other questions have it
 WINDOWS, WINDOW = 16, 256  # of text
 SHORT, LONG = 64, 128  # tokens of the prompts from whose caches longer ones are counted
@@ -111,7 +112,8 @@ class Look(Record):
     """That of guessing among all tokens."""
     held: tuple[Held, ...]
     tokens_per_second: float
-    """Of a forward pass, for estimates; by evaluation.costs.now, as it is kept and may have been measured at a busy moment."""
+    """Of a forward pass, for estimates, in processor time (evaluation.costs.now): a look is kept, and the machine may have been
+    busy."""
     worth: bool
     verdict: str
 
@@ -204,7 +206,7 @@ def _measure(model: Any, tokenizer: Any, text: str | Path | None, name: str, pri
         toolkit=installed_version("mamba-surgery"),
         fingerprint=print_,
         model=name,
-        model_type=model.config.model_type.removesuffix("_hybrid"),
+        model_type=family.model_type if (family := family_of(model.config)) else model.config.model_type,
         parameters=sum(p.numel() for p in model.parameters()),
         dtype=str(model.dtype).removeprefix("torch."),
         layers=model.config.get_text_config().num_hidden_layers,

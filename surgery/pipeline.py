@@ -30,7 +30,7 @@ from surgery.records.report import Report
 from surgery.records.site import Site
 from surgery.report.page import write_report
 from surgery.runtime.files import RECIPE, OutputFolder, file_digest, open_output, settings_digest
-from surgery.runtime.processes import is_main, on_main
+from surgery.runtime.processes import is_main, on_main, wait_for_main
 from surgery.runtime.progress import say
 from surgery.splicing.splice import adopt, splice
 from surgery.tuning.controls import PLANS, SLOW, SLOW_RATE, control_plan, longest_row, narrow, trainable_control
@@ -76,7 +76,8 @@ def run(
         tuned = [*planned, recipe.tune.model_dump(exclude=APART)]
         tasks = recipe.bench.include_path
         finished = [*tuned, recipe.bench.model_dump(), file_digest(tasks) if tasks and Path(tasks).is_dir() else None]
-        if not overwrite and on_main(output.is_made)("report.json", finished):
+        whole = (output.path / "hybrid").is_dir()
+        if not overwrite and on_main(lambda: whole and output.is_made("report.json", finished))():
             say(f"{out} is finished; nothing has changed")
             return Report.read(Path(out) / "report.json")
         check_recipe(base, tokenizer, recipe)
@@ -97,9 +98,9 @@ def check_recipe(base: Any, tokenizer: Any, recipe: Recipe) -> None:
     """Raise UserError, before any work, for what a later stage could not do: sites and modules that the model lacks, and text,
     examples and questions that cannot be made."""
     kind = recipe.plan.kind
-    some = [Site(layer, (0,) if kind == "head" else ()) for layer in graft_mixers(adopt(base))][:1]
-    if sites := recipe.plan.sites or tuple(some):
-        splice(base, Plan(kind=kind, sites=sites, width=recipe.plan.width))
+    layer = next(iter(graft_mixers(adopt(base))), 0)  # of a model that has none, splice says why it cannot be grafted
+    sites = recipe.plan.sites or (Site(layer, (0,) if kind == "head" else ()),)
+    splice(base, Plan(kind=kind, sites=sites, width=recipe.plan.width))
     if kind == "head" and recipe.plan.share is not None:
         check_known(recipe.data.train_text, tokenizer)
     if recipe.plan.keep_skills and not data_skills(recipe.data):
@@ -159,7 +160,7 @@ def locate_heads(base: Any, tokenizer: Any, recipe: Recipe, print_: str) -> Rank
     nulls, adopted = None, adopt(base)
     share = recipe.plan.share if recipe.plan.kind == "head" and graft_mixers(adopted) else None
     if share is not None and not knows(recipe.data.train_text, tokenizer):
-        say("locate: no text of the kind that the model knows (data.train_text): ranked by attention at every token")
+        say("locate: data.train_text holds no text of the kind that the model knows, so heads are ranked without null keys")
     elif share is not None:
         nulls = null_logits(adopted, read_plain_text(tokenizer, recipe.data, NULL_ROWS, recipe.seed), share)
     ranking = locate(base, tokenizer, ask_about(tokenizer, recipe, recipe.seed), recipe.locate, nulls=nulls)
@@ -204,7 +205,7 @@ def _tune(models: dict[str, Any], name: str, tokenizer: Any, recipe: Recipe, out
         most = SLOW_RATE / models[name].config.get_text_config().hidden_size ** 0.5
         options = options.model_copy(update={"learning_rate": min(options.learning_rate, most)})
     with output.folder(f"tuning/{name}", settings) as folder:
-        on_main(lambda: None)()  # nobody looks into the folder before it is ready
+        wait_for_main()  # which makes the folder
         log = tune(models[name], tokenizer, options, recipe.data, seed=recipe.seed, folder=folder, name=name, teacher=teacher)
     if options.steps != "auto":  # else tune says what became of it
         say(f"tuning {name}: {len(log.steps)} steps")

@@ -48,7 +48,7 @@ def check_data(data: Any) -> None:
     named = [("train_text", name) for name in data.train_text] + [("held_out_text", data.held_out_text), ("facts", data.facts)]
     for key, name in named:
         path = Path(name)
-        hub = key == "train_text" and HUB_ID.fullmatch(name) and path.suffix not in TEXTS and not path.parent.is_dir()
+        hub = key != "facts" and HUB_ID.fullmatch(name) and path.suffix not in TEXTS and not path.parent.is_dir()
         if name not in (TOY, "capitals") and not path.exists() and not hub:
             raise UserError(f"there is no file {name}{_close(path)} (data.{key})")
 

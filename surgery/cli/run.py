@@ -110,7 +110,7 @@ def check_here(model: Any, tokenizer: Any, recipe: Recipe) -> None:
     from surgery.pipeline import check_recipe
 
     offline = recipe.model_copy(update={"bench": recipe.bench.model_copy(update={"tasks": ()})})
-    if all(name == TOY or Path(name).exists() for name in recipe.data.train_text):
+    if all(name == TOY or Path(name).exists() for name in (*recipe.data.train_text, recipe.data.held_out_text)):
         check_recipe(model, tokenizer, offline)
 
 

@@ -1,5 +1,6 @@
 """What every JSON file of the toolkit has in common: strict fields, where it comes from, atomic writing."""
 
+import os
 import platform
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -64,8 +65,6 @@ class Provenance(Record):
 
 def provenance(base: str, fingerprint: str, seed: int, recipe: dict[str, Any] | None = None) -> Provenance:
     """The provenance of a file that is made now."""
-    import os
-
     import torch
 
     machine = f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs, {torch.get_num_threads()} threads"
@@ -78,10 +77,16 @@ def provenance(base: str, fingerprint: str, seed: int, recipe: dict[str, Any] | 
         packages=packages,
         machine=machine,
         seed=seed,
-        base=base if base.count("/") == 1 and not is_elsewhere(base) else Path(base).name,
+        base=short_name(base) if base else "",
         fingerprint=fingerprint,
         recipe=recipe,
     )
+
+
+def short_name(base: str) -> str:
+    """A Hub id, or a folder's name, with the one that it lies in, if that is in the current folder."""
+    plain = os.path.normpath(base)
+    return plain if plain.count("/") == 1 and not is_elsewhere(plain) else os.path.basename(os.path.abspath(plain))
 
 
 def is_elsewhere(name: str) -> bool:

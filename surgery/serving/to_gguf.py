@@ -1,6 +1,6 @@
 """Runs llama.cpp's own converter on a Hugging Face folder, and compares the file with the folder, tensor for tensor. A script:
 
-    python -P to_gguf.py LLAMA_CPP FOLDER OUT DTYPE NAME
+    python -P to_gguf.py LLAMA_CPP FOLDER OUT DTYPE
 
 The converter is told three things:
 

@@ -85,12 +85,12 @@ def tune(
     own: list[Any] = getattr(model, "own_mixers", list)()
     if teacher is None and any(isinstance(m, LayerGraftMixer) and not m.replaced for m in own):
         raise UserError("the folder of a hybrid does not hold what a layer graft replaced: give its base as teacher")
+    if teacher is None and not hasattr(model, "disable_grafts"):
+        raise UserError(f"a {type(model).__name__} is no hybrid; a control needs its base as teacher")
     adapted = add_adapters(model, options.lora, seed) if options.lora else []
     trained = trained_parameters(model)
     if not trained:
         raise UserError("there is nothing to tune: splice the model first, or give it adapters (tune.lora)")
-    if teacher is None and not hasattr(model, "disable_grafts"):
-        raise UserError(f"a {type(model).__name__} is no hybrid; a control needs its base as teacher")
     teacher = None if teacher is None else adopt(teacher)  # whose class reads packed rows
     dtypes = {key: p.dtype for key, p in trained.items()}
     with torch.random.fork_rng(), learning_in_float32(model, trained):
@@ -129,8 +129,8 @@ def trained_parameters(model: Any) -> dict[str, nn.Parameter]:
 
 @contextmanager
 def learning_in_float32(model: Any, trained: dict[str, nn.Parameter]) -> Iterator[None]:
-    """Meanwhile what learns is in float32 or wider, and in training mode: grafts, where closed ones need a gradient, and
-    adapters with their dropout. Nothing else learns; the base has no dropout, as its teacher has none."""
+    """While this lasts, what learns is in float32 or wider. Grafts are in training mode, because closed ones need a gradient,
+    and so are adapters, for their dropout. Nothing else learns; the base has no dropout, as its teacher has none."""
     own = {id(p) for p in trained.values()}
     others = [p for p in model.parameters() if p.requires_grad and id(p) not in own]
     for parameter in others:
@@ -159,7 +159,7 @@ class Run:
         self.model, self.trained, self.batches, self.options = model, trained, batches, options
         self.folder, self.name = folder, name
         self.log = TuningLog(trained=sum(p.numel() for p in trained.values()))
-        if missing := set(options.report_to) - {each.value for each in get_available_trackers()} - {"all"}:
+        if missing := set(options.report_to) - {each.value for each in get_available_trackers()}:
             raise UserError(f"tune.report_to: {min(missing)} is not installed, or unknown to accelerate")
         self.accelerator = Accelerator(cpu=over_gloo(), log_with=list(options.report_to) or None, project_dir=folder)
         self.processes, self.rank = self.accelerator.num_processes, self.accelerator.process_index
@@ -168,8 +168,10 @@ class Run:
                 raise UserError(f"tune.{what}: {size} rows cannot be divided among {self.processes} processes")
         if batches.skills is not None and self.processes > SKILL_ROWS:
             raise UserError(f"tune.skill_weight: a step has {SKILL_ROWS} such rows, too few for {self.processes} processes")
+        self.checkpointing = options.gradient_checkpointing and not model.is_activation_checkpointing
         if options.gradient_checkpointing:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
+            model.disable_input_require_grads()  # a hook on the embeddings, which the base has, too; reentrant ones need it
             for block in model.base_model.layers:
                 block.training = True  # this module alone: what is in it has no dropout
         half = options.mixed_precision == "bf16" or any(p.dtype in (torch.bfloat16, torch.float16) for p in model.parameters())
@@ -177,7 +179,7 @@ class Run:
             options.kl_weight, options.skill_weight, options.bigram_weight, options.hints.weight if options.hints else 0.0
         )
         losses = Losses(model, teacher, weights, torch.bfloat16 if half else None)
-        self.close = losses.close
+        self.unhook = losses.close
         # Matrices and filters decay; what has one number for each head does not, and neither does A_log, although it is a
         # matrix in Mamba-1: decay would pull the time scales of the state to 1. Mamba's own code makes the same exceptions.
         decays = {key: p for key, p in trained.items() if p.ndim >= 2 and not key.endswith("A_log")}
@@ -194,6 +196,12 @@ class Run:
         self.settings = self._settings()
         if options.report_to:
             self.accelerator.init_trackers(name)
+
+    def close(self) -> None:
+        """Leave nothing in the model but what it has learnt."""
+        self.unhook()
+        if self.checkpointing:
+            self.model.activation_checkpointing_disable()
 
     def _settings(self) -> dict[str, Any]:
         """What a checkpoint depends on."""

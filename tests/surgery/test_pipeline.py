@@ -88,7 +88,7 @@ def test_a_run_leaves_each_stages_file(ran):
         ("tune.steps=auto", 2, "", None),
     ],
 )
-def test_the_last_line_is_a_command_that_goes_on(ran, tmp_path, place, settings, since, remedy, setting):
+def test_the_last_line_is_a_command_that_goes_on(ran, tmp_path, monkeypatch, place, settings, since, remedy, setting):
     recipe, out = make_recipe(place, *settings.split()), tmp_path / "my run"
     (out / "tuning" / "tuned" / "checkpoint-2").mkdir(parents=True)
     (out / "tuning" / "tuned" / "checkpoint-2" / "state.json").write_text(f'{{"watcher": {{"since": {since}}}}}')
@@ -105,6 +105,10 @@ def test_the_last_line_is_a_command_that_goes_on(ran, tmp_path, place, settings,
     words = shlex.split(line.rpartition(": ")[2])
     assert words == ["surgery", "run", str(out / "recipe.yaml"), "--set", setting, "--out", f"{out}-2"]
     assert read_recipe(Path(words[2]), [words[4]]) == make_recipe(place, *settings.split(), setting)
+    monkeypatch.chdir(out)
+    assert automatic.go_on(recipe, report, Path(".")).endswith("my run-2'")
+    shutil.rmtree(out / "tuning" / "tuned" / "checkpoint-2")
+    automatic.go_on(recipe, report, out)
 
 
 def test_what_is_done_is_done_again_from_the_stage_on_whose_settings_changed(ran, place, stages):
@@ -122,6 +126,8 @@ def test_what_is_done_is_done_again_from_the_stage_on_whose_settings_changed(ran
     settings = "bench.limit=5", "plan.gate=0.75", f"bench.include_path={place / 'tasks'}"
     assert "bench" in resume(*settings)
     assert resume(*settings) == []
+    shutil.rmtree(ran / "hybrid")
+    assert "write_export" in resume(*settings)
     (place / "tasks" / "mine.yaml").write_text("task: mine\n")
     assert "bench" in resume(*settings)
 

@@ -64,6 +64,16 @@ def test_memory_is_saved_without_another_result() -> None:
         assert parts.steps[-1] == pytest.approx(log.steps[-1], abs=1e-6)
 
 
+def test_nothing_stays_in_the_model_but_what_it_has_learnt() -> None:
+    hybrid, base = toy_hybrid(), toy_base()
+    tune(hybrid, TOKENIZER, few_steps(steps=1, gradient_checkpointing=True))
+    assert not hybrid.get_input_embeddings()._forward_hooks
+    assert not hybrid.is_activation_checkpointing
+    with pytest.raises(UserError, match="no hybrid"):
+        tune(base, TOKENIZER, few_steps(lora={"target_modules": ["in_proj"]}))
+    assert not [name for name, _ in base.named_parameters() if "lora_" in name]
+
+
 def interrupted(folder: Path, call: int, number: int, **options: Any) -> None:
     """Tune until a signal comes in a forward of the model."""
     hybrid, calls = toy_hybrid(), [0]
