@@ -32,7 +32,7 @@ from surgery.kernels.operators import Likeness, Operator
 SHORT = 80  # tokens of an example: more than a block of most kernels
 SMALL = {"b": 2, "t": 40, "s": 40, "h": 4, "g": 1, "p": 16, "n": 16, "d": 24, "c": 16, "w": 24}
 MODULES = ("attention", "conv", "selective", "ssd")  # that define operations
-GPU = torch.OutOfMemoryError  # says nothing about a backend: the call was too large
+TOO_LARGE = torch.OutOfMemoryError  # says nothing about a backend: the call was too large
 
 
 class KernelError(UserError):
@@ -122,7 +122,7 @@ class Operation:
                     return self.operator(*args, backend=candidate.name)
                 try:
                     return candidate.run(*args)
-                except GPU:
+                except TOO_LARGE:
                     raise
                 except Exception as failure:
                     if not candidate.by_size or asked:

@@ -160,7 +160,7 @@ class Workspace(ctypes.Structure):
             if m is None:
                 continue
             offset, view = offsets[name]
-            if view:  # a fraction of what it takes to make the object
+            if view:  # it takes a fraction of the time that making a View takes
                 _VIEW.pack_into(self, offset, m.data_ptr(), *m.stride()[:3])
             else:
                 _POINTER.pack_into(self, offset, m.data_ptr())

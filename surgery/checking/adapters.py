@@ -174,25 +174,16 @@ def _alone(target: str, options: LoraConfig, whole: PreTrainedModel, tried: PreT
 
 def _rows(targets: list[str], whole: Any, tried: Any) -> list[Coverage]:
     """One of each target. whole: has all modules; tried: is run."""
-    without, named = (
-        _without_gradient(tried),
-        [name for name in targets if any(_matches(each, name) for each in _adapted(whole))],
-    )
+    without = _without_gradient(tried)
+    named = [name for name in targets if any(_matches(each, name) for each in _adapted(whole))]
     rest = [name for name in targets if name not in named]
     other = [name for name in _adapted(whole) if not any(_matches(name, target) for target in named)]
     rows = [_row(target, whole, without, partial(_matches, target=target)) for target in named]
-    if other:  # a pattern, or names that peft takes for other modules: experts whose weights are one parameter
-        found = ", ".join(_short(other))
-        return [
-            *rows,
-            _row(
-                f"{','.join(rest) or 'target_parameters'} ({found})",
-                whole,
-                without,
-                lambda name: not any(_matches(name, t) for t in named),
-            ),
-        ]
-    return rows + [Coverage(target, 0, 0, _depth(whole), 0.0) for target in rest]
+    if not other:
+        return rows + [Coverage(target, 0, 0, _depth(whole), 0.0) for target in rest]
+    # A pattern, or names that peft takes for other modules: experts whose weights are one parameter.
+    found = f"{','.join(rest) or 'target_parameters'} ({', '.join(_short(other))})"
+    return [*rows, _row(found, whole, without, lambda name: not any(_matches(name, target) for target in named))]
 
 
 def _row(target: str, whole: Any, without: dict[str, bool], belongs: Callable[[str], bool]) -> Coverage:

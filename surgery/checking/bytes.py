@@ -179,7 +179,7 @@ def _hollow(config: Any, depth: int, dtype: torch.dtype, trust_remote_code: bool
 
 @torch.no_grad()
 def _measured(model: Any, tokens: int, depth: int) -> list[tuple[LayerBytes, int]]:
-    """What every layer of the cache holds after so many tokens, `token` being of all of them; and bytes of its integers."""
+    """What each layer of the cache holds after so many tokens, `token` standing for all of them; and bytes of its integers."""
     kept = model.config.model_type == "recurrent_gemma"  # its states in its modules, and the cache of keys is not returned
     given: dict[str, Any] = {"past_key_values": DynamicCache(config=model.config)} if kept else {}
     try:

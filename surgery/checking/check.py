@@ -135,7 +135,7 @@ def all_laws() -> dict[str, Law]:
 def open_source(
     model: str | None, architecture: str | None, trust_remote_code: bool = False
 ) -> PreTrainedModel | PreTrainedConfig:
-    """What is asked without weights: a configuration; of a hybrid, whose grafts a small model would not have, the model."""
+    """What can be asked without weights: the configuration; of a hybrid the model, since a small random one has no grafts."""
     if architecture is not None:
         return read_config(architecture, trust_remote_code=trust_remote_code)
     assert model is not None

@@ -56,7 +56,7 @@ def plan(
     opened, tokenizer = open_model(model, options, trust_remote_code)
     print_ = fingerprint(opened)
     if ranked.provenance is not None and ranked.provenance.is_of_other(print_):
-        raise UserError(f"{ranking} is of {ranked.provenance.base} as it was then, and {model} has other weights; locate again")
+        raise UserError(f"{ranking} was made from {ranked.provenance.base} with other weights than {model} has; locate again")
     chosen = choose_plan(opened, tokenizer, ranked, options, print_)
     chosen.write(out)
     how = "attention in place of the mixer" if chosen.kind == "layer" else f"gated attention, g = {chosen.gate:g}"

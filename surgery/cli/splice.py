@@ -29,7 +29,7 @@ def splice(
         base, tokenizer = open_model(model, trust_remote_code=trust_remote_code, dtype=dtype)
         made = chosen.provenance
         if made is not None and made.is_of_other(fingerprint(base)):
-            raise UserError(f"{plan} is for {made.base} as it was then, and {model} has other weights; locate and plan again")
+            raise UserError(f"{plan} was made from {made.base} with other weights than {model} has; locate and plan again")
         hybrid = splice_model(base, chosen)
         with output.new_folder(".") as folder:
             proof = write_export(hybrid, tokenizer, folder, out, plan=chosen, base=model)

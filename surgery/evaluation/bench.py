@@ -133,7 +133,8 @@ class Kept:
     folder: Path | None
 
     def load_or_measure(self, key: dict[str, Any], measure: Callable[[], Any]) -> Any:
-        """What JSON can hold. key: all that it depends on, but for the version of this package."""
+        """A measurement, from its file or made now; JSON can hold it. key: all that it depends on, but for this package's
+        version, which is added here."""
         if self.folder is None:
             return measure()
         key = json.loads(json.dumps({**key, "toolkit": installed_version("mamba-surgery")}))

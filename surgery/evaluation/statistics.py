@@ -30,13 +30,12 @@ Key = TypeVar("Key")
 
 
 class Intervals(NamedTuple):
-    """Of columns, each an array (columns,): the mean and both ends, and over how many questions; NaN for a column without
-    any."""
+    """Of columns: the mean and both ends, each (columns,), and over how many questions."""
 
     mean: np.ndarray
     low: np.ndarray
     high: np.ndarray
-    n: np.ndarray
+    n: int
 
 
 def is_decisions(values: np.ndarray) -> bool:
@@ -65,22 +64,21 @@ def difference(base: np.ndarray, model: np.ndarray) -> Estimate:
 
 
 def column_intervals(values: np.ndarray, *, decisions: bool = False, level: float = LEVEL) -> Intervals:
-    """The mean of every column of values (questions, columns), and the interval that misses it with probability `level`. A NaN
-    was not measured. decisions: the values are differences of decisions, each -1, 0 or 1. For many columns at once, divide
-    `level` by their number (Bonferroni)."""
+    """The mean of every column of values (questions, columns), and the interval that misses it with probability `level`.
+    decisions: the values are differences of decisions, each -1, 0 or 1. For many columns at once, divide `level` by their
+    number (Bonferroni)."""
     values = np.asarray(values, dtype=float)
-    n = (~np.isnan(values)).sum(0)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        if decisions:  # from how many questions only the one model, or only the other, got right
-            up, down = ((values > 0).sum(0) + 1) / (n + 2), ((values < 0).sum(0) + 1) / (n + 2)
-            margin = stats.norm.isf(level / 2) * np.sqrt((up + down - (up - down) ** 2) / (n + 2))
-            low, high = np.maximum(up - down - margin, -1), np.minimum(up - down + margin, 1)
-            return Intervals(np.nansum(values, 0) / n, low, high, n)
-        mean, error, skewness = _moments(values, n)
-        t = stats.t.isf(level / 2, np.maximum(n - 1, 1))
-        low = mean - error * np.maximum(t, _inverse_hall(t, skewness))
-        high = mean + error * np.maximum(t, -_inverse_hall(-t, skewness))
-        return Intervals(mean, low, high, n)
+    n = len(values)
+    if decisions:  # from how many questions only the one model, or only the other, got right
+        up, down = ((values > 0).sum(0) + 1) / (n + 2), ((values < 0).sum(0) + 1) / (n + 2)
+        margin = stats.norm.isf(level / 2) * np.sqrt((up + down - (up - down) ** 2) / (n + 2))
+        low, high = np.maximum(up - down - margin, -1), np.minimum(up - down + margin, 1)
+        return Intervals(values.sum(0) / n, low, high, n)
+    mean, error, skewness = _moments(values)
+    t = stats.t.isf(level / 2, max(n - 1, 1))
+    low = mean - error * np.maximum(t, _inverse_hall(t, skewness))
+    high = mean + error * np.maximum(t, -_inverse_hall(-t, skewness))
+    return Intervals(mean, low, high, n)
 
 
 def share_closed(base: np.ndarray, edited: np.ndarray, full: np.ndarray) -> Estimate | None:
@@ -124,7 +122,7 @@ def p_value(base: np.ndarray, model: np.ndarray) -> float:
         return 1.0
     if is_decisions(base) and is_decisions(model):
         return float(stats.binomtest(int((change > 0).sum()), int(np.count_nonzero(change))).pvalue)
-    mean, error, skewness = _moments(change[:, None], np.array([len(change)]))
+    mean, error, skewness = _moments(change[:, None])
     if error[0] == 0:
         return 0.0
     t = mean / error
@@ -171,22 +169,20 @@ def token_shares(sums: np.ndarray, counts: np.ndarray) -> np.ndarray:
 
 
 def _first(intervals: Intervals) -> Estimate:
-    mean, low, high, n = (of[0] for of in intervals)
-    return Estimate(mean=float(mean), low=float(low), high=float(high), n=int(n))
+    mean, low, high = (float(of[0]) for of in intervals[:3])
+    return Estimate(mean=mean, low=low, high=high, n=intervals.n)
 
 
-def _moments(values: np.ndarray, n: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of columns with n values each, the others NaN: the mean, its standard error, and the skewness by the root of n."""
-    if len(values) == 0:
-        return np.full((3, values.shape[1]), np.nan)  # type: ignore[return-value]
-    first = np.take_along_axis(values, (~np.isnan(values)).argmax(0)[None], 0)[0]
-    away = values - first  # so that equal values differ by exactly 0
-    shift = np.nansum(away, 0) / n
-    away = np.nan_to_num(away - shift)
-    spread = np.sqrt((away * away).sum(0) / np.maximum(n - 1, 1))
+def _moments(values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of columns: the mean, its standard error, and the skewness by the root of n."""
+    n = len(values)
+    away = values - values[0]  # so that equal values differ by exactly 0
+    shift = away.sum(0) / n
+    away = away - shift
+    spread = np.sqrt((away * away).sum(0) / max(n - 1, 1))
     scale = (n - 1.0) * (n - 2) * spread**3
-    skewness = np.divide(n * (away * away * away).sum(0), scale, out=np.zeros(len(n)), where=scale > 0)
-    return first + shift, spread / np.sqrt(n), skewness / np.sqrt(n)
+    skewness = np.divide(n * (away * away * away).sum(0), scale, out=np.zeros_like(scale), where=scale > 0)
+    return values[0] + shift, spread / np.sqrt(n), skewness / np.sqrt(n)
 
 
 def _inverse_hall(t: np.ndarray, skewness: np.ndarray) -> np.ndarray:

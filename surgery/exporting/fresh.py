@@ -1,8 +1,9 @@
 """The script of the fresh process that reads an export back, and the questions that both sides answer.
 
 It needs torch and transformers alone. It imports them, waits for a request (one JSON on standard input: folder, reader,
-base, dtype, device, threads, verify), prints the answers as a safetensors file. reader "transformers": this package is hidden,
-as if it were not installed, and the code in the folder runs; "surgery": this package joins the patch in the folder to its base.
+base, dtype, device, threads, verify), and prints the answers as a safetensors file. reader "transformers": this package is
+hidden, as if it were not installed, and the code in the folder runs; "surgery": this package joins the patch in the folder to
+its base.
 """
 
 import json

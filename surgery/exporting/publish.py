@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from huggingface_hub import HfApi
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
+from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 from huggingface_hub.utils import validate_repo_id
 
 from surgery.errors import UserError
@@ -51,10 +51,9 @@ def publish(
     record = check_folder(folder)
     try:
         validate_repo_id(repo)
-    except HFValidationError as error:
+        _, _ = repo.split("/")
+    except ValueError as error:  # as HFValidationError is
         raise UserError(f"'{repo}' is no repository of the Hub; write user/name") from error
-    if repo.count("/") != 1:
-        raise UserError(f"'{repo}' is no repository of the Hub; write user/name")
     made = _papers(folder, record, repo)
     sizes = {name: (folder / name).stat().st_size for name in record.files} | {
         name: len(t.encode()) for name, t in made.items()

@@ -70,7 +70,7 @@ def attribute(model: Any, encoded: Encoded, batch_size: int = 32, nulls: Mapping
     correct, loss = np.zeros(len(encoded), dtype=bool), np.zeros(len(encoded))
 
     def tap(mixer: Any, streams: Streams, y: Tensor, _: Any) -> Tensor:
-        y = y if y.requires_grad else y.detach().requires_grad_()  # at the first layer nothing does
+        y = y if y.requires_grad else y.detach().requires_grad_()  # at the first layer nothing requires a gradient
 
         def read(gradient: Tensor) -> None:
             # A hook on y that holds y is a cycle that is never freed, so it goes as soon as it has read.
@@ -104,7 +104,7 @@ def start_slopes(mixer: Any, streams: Streams, y: Tensor, gradient: Tensor, null
     """(starts, heads): the slope of each head for each start, summed over rows. y and gradient (b, t, h, p): a mixer's own
     output and the loss's gradient by it. nulls (starts, heads)."""
     at = torch.arange(gradient.shape[1], device=gradient.device)
-    if not on_gpu(gradient):  # which would have to be waited for
+    if not on_gpu(gradient):  # where it would have to be waited for
         at = gradient.abs().amax((0, 2, 3)).nonzero()[:, 0]  # behind the last mixer, losses look at few tokens
     nulls = None if nulls is None else nulls.to(gradient.device, non_blocking=True)
     x, y, gradient = (at_least_float32(each) for each in (streams.x, y[:, at], gradient[:, at]))
@@ -112,7 +112,8 @@ def start_slopes(mixer: Any, streams: Streams, y: Tensor, gradient: Tensor, null
     rest = gradient * ((0 if D is None else at_least_float32(D)[:, None] * x[:, at]) - y)  # what m multiplies, (b, at, h, p)
     slopes = torch.zeros(len(STARTS), x.shape[2], dtype=torch.float64, device=x.device)
     if issubclass(mixer.graft_class, ChannelGraft):
-        write = x[..., 0] if streams.write is None else at_least_float32(streams.write)
+        assert streams.write is not None
+        write = at_least_float32(streams.write)
         values = torch.cat([write * x[..., 0], write], -1)
         for i, rows, some, logits in attention_logits(mixer, streams, at):
             sums, w = (logits[:, 0].softmax(-1) @ values[rows]).chunk(2, -1)
@@ -151,7 +152,7 @@ def attention_logits(mixer: Any, streams: Streams, at: Tensor) -> Iterator[tuple
     (b, groups), later = k.shape[:2], torch.arange(k.shape[2], device=k.device) > at[:, None]
     bias = torch.zeros(later.shape, dtype=k.dtype, device=k.device).masked_fill(later, -torch.inf)
     added, held = None, WEIGHTS * (32 if on_gpu(k) else 1)
-    if streams.log_write is not None and mixer.has_time_step and not channels:
+    if streams.log_write is not None and not channels:
         # Contiguous: what is added to it takes its order in memory, and softmax would copy.
         added = at_least_float32(streams.log_write).transpose(1, 2).contiguous()
     rows_at_once, heads_at_once = max(1, held // (heads * later.numel())), max(1, min(heads, held // later.numel()))

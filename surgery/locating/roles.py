@@ -53,8 +53,8 @@ Role = Literal["gather", "aggregate", "both", "none"]
 
 @dataclass(eq=False)
 class Costs:
-    """What ablating some units together costs, in nats by question: place -> (questions,), or (some of them,). roles: which
-    it may have; a group that stands for its members has that in which they stand in for each other."""
+    """What ablating some units together costs, in nats. at: place -> (questions,), or (chosen questions,). roles: which it may
+    have; a group has only the role in which its members stand in for each other."""
 
     units: tuple[Unit, ...]
     name: str
@@ -107,8 +107,8 @@ class Ablator:
         return rise, right
 
     def at_query(self, costs: Iterable[Costs]) -> None:
-        """Measure the query, on all questions. On those that are chosen where a cache does not serve: for convolutions, which
-        wrote what it holds, and for models without any attention outside our families, which have none in transformers."""
+        """Measure the query, on all questions. On the chosen ones where a cache is of no use: for convolutions, which wrote
+        what it holds, and for attention-free models outside our families, for which transformers returns none."""
         new = [each for each in costs if "query" not in each.at]
         cached = [each for each in new if all(unit.heads for unit in each.units)]
         try:

@@ -132,8 +132,8 @@ class Graft(nn.Module):
         return self.sharpen(*mixer.prepare(*qk.unflatten(-1, (2, len(self.signs), self.width)).unbind(2)))
 
     def sharpen(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """q and k (b, t, pairs, width) -> (b, pairs, t, width), with sigma tau in q, and w taken from every k: beside them b is
-        what b + w . q is beside the others."""
+        """q and k (b, t, pairs, width) -> (b, pairs, t, width): q times sigma tau, and k - w. A null logit b beside the keys
+        k - w is the same as b + w . q beside the keys k."""
         k = k if self.null_query is None else k - self.null_query.to(k.dtype)
         scale = constant(tuple(self.signs), q.device, self.log_tau.dtype) * self.log_tau.exp()
         return (q * scale[:, None].to(q.dtype)).transpose(1, 2), k.transpose(1, 2)

@@ -120,7 +120,7 @@ class GraftedModel:
         return cache
 
     def has_read(self: Any, cache: Cache) -> bool:
-        """Whether the base's layers have: the grafts' have not within disable_grafts()."""
+        """Whether the base's layers of a cache have read a token; within disable_grafts() those of the grafts have not."""
         layers = cache.layers[: self.config.num_hidden_layers]
         return any(getattr(layer, "has_previous_state", {}).get(0) for layer in layers)
 
@@ -165,9 +165,9 @@ class HybridLanguageModel(GraftedModel):
     def prepare_inputs_for_generation(
         self: Any, input_ids: Tensor, *args: Any, inputs_embeds: Tensor | None = None, **kwargs: Any
     ) -> dict[str, Any]:
-        """As in transformers, but the mask stays, and a text that an earlier turn's cache holds the beginning of is not read
-        again: its new tokens are. Where only the new tokens are given, and are more than the cache holds, a mask of the whole
-        text has to say so. transformers looks for inputs_embeds among the names."""
+        """As in transformers, but the mask is kept, and where the cache holds the beginning of the text, only the tokens after
+        it are read. Where only new tokens are given, and are more than the cache holds, only a mask of the whole text can tell.
+        transformers looks for inputs_embeds in the signature."""
         cache = one_cache(kwargs.get("cache_params"), kwargs.get("past_key_values"))
         mask = kwargs.get("attention_mask")
         if kwargs.get("is_first_iteration") and kwargs.get("next_sequence_length") is None and cache:

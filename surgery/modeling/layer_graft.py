@@ -84,7 +84,6 @@ class LayerGraftMixer(nn.Module):
         self.cache_place = cache_place
         self.graft = LayerGraft(hidden_size, entry)
         self.replaced: list[Any] = []
-        self.tap = None  # no head of it is looked into
         self._enabled = True
 
     # As in any attention of transformers, for those who look for its heads.

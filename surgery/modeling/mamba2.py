@@ -57,7 +57,7 @@ except ImportError:
 class SSDMixer(GraftMixer):
     """A mixin before a mixer of transformers of the kind of Mamba2Mixer: its methods go before those of the stock class."""
 
-    gate_first = True  # whether in_proj has the gate first; a class whose in_proj has not has a `project` of its own, too
+    gate_first = True  # whether in_proj's first rows are the gate's; a class where they are not overrides `project`
 
     def project(
         self: Any, hidden: Tensor, cache: Cache | None = None, mask: Tensor | None = None, packing: Packing | None = None

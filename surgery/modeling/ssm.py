@@ -23,7 +23,7 @@ from .reference import at_least_float32
 
 FUSED = ("MambaRMSNorm", "Mamba2RMSNorm", "FalconMambaRMSNorm")  # weight * x / sqrt(mean(x^2) + variance_epsilon)
 FUSED_GATED = ("MambaRMSNormGated",)  # the same of x * silu(gate)
-MOST = 256.0  # of what a projection in float16 is given
+MOST = 256.0  # the largest number that a projection in float16 is given
 IGNORED = ("max_length_q", "max_length_k", "output_attentions")  # of what trainers and PEFT hand to every model
 
 
@@ -88,7 +88,7 @@ class HybridBackbone(GraftedModel):
         mask = create_recurrent_attention_mask(config, hidden, attention_mask, past_key_values=cache)
         if hidden.shape[1] == 1 and attention_mask is not None and not is_tracing(attention_mask):
             last = attention_mask[:, -1:]  # of a token alone transformers gives no mask
-            if 0 < int(last.sum()) < len(last):  # of none: a mask that is longer than what is read
+            if 0 < int(last.sum()) < len(last):  # of no row: the mask is longer than what is read
                 mask = last
         with_states = config.output_hidden_states if output_hidden_states is None else output_hidden_states
         states = []

@@ -210,14 +210,14 @@ def read_config(folder: Path, trust_remote_code: bool = False) -> Any:
     does not know, and for grafts that went with version 0.30."""
     path, content = folder / "config.json", read_content(folder)
     parts = [part for part in (content, content.get("text_config")) if isinstance(part, dict)]
-    for count in (part.get(name) for part in parts for name in LAYERS):  # lists as long are made already of a configuration
+    for count in (part.get(name) for part in parts for name in LAYERS):  # a configuration alone makes lists of this length
         if isinstance(count, int | float) and count > MOST_LAYERS:
             raise UserError(f"{path}: a model of {count:,} layers; at most {MOST_LAYERS:,} are made")
     if original.is_original(content):
         return original.make_config(content)
     kind = content.get("model_type")
     if not isinstance(kind, str):
-        raise UserError(f"{path} names no model_type, so it is no model's")
+        raise UserError(f"{path} names no model_type, so it does not describe a model")
     if kind not in CONFIG_MAPPING and not ("auto_map" in content and trust_remote_code):
         own = "; code in its folder may, and runs only with --trust-remote-code" if "auto_map" in content else ""
         raise UserError(f"transformers {transformers.__version__} knows no model of the type '{kind[:40]}'{own}")
@@ -265,7 +265,7 @@ def read_tokenizer(place: str | Path, trust_remote_code: bool = False) -> Any:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         why = one_line(error) if Path(place).is_dir() else why_not_fetched(error)
-        raise UserError(f"cannot load the tokenizer {place}: {why} (say another one: tokenizer=...)") from error
+        raise UserError(f"cannot load the tokenizer {place}: {why} (name another one: tokenizer=...)") from error
 
 
 def check_device(name: str) -> None:

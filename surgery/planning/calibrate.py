@@ -24,10 +24,11 @@ from surgery.records.site import Site
 from surgery.runtime.progress import bar
 from surgery.splicing.splice import splice
 
+BATCH = 8  # texts in a forward
 RIDGE = 1e-5  # the weight of the squares of w, for queries of unit variance
 
 
-def calibrate(model: Any, plan: Plan, rows: Tensor, share: float, batch_size: int = 8) -> Plan:
+def calibrate(model: Any, plan: Plan, rows: Tensor, share: float, batch_size: int = BATCH) -> Plan:
     """The plan with null keys: over the tokens of `rows` (texts, tokens), as the base reads them, the mean of m is `share`.
 
     Channels that share a query-key pair share b, and the mean is over them. It costs a forward of the base.
@@ -40,14 +41,14 @@ def calibrate(model: Any, plan: Plan, rows: Tensor, share: float, batch_size: in
     return plan.model_copy(update={"starts": starts})
 
 
-def fit_queries(model: Any, plan: Plan, wanted: Encoded, kept: Encoded, rows: Tensor, batch_size: int = 8) -> Plan:
+def fit_queries(model: Any, plan: Plan, wanted: Encoded, kept: Encoded, rows: Tensor) -> Plan:
     """The plan with null keys that read the query: m_t = sigmoid(lse_t - b - w . q_t) is a logistic regression, in which a
     graft is open (1) at the answers of `wanted`, and closed (0) on the questions `kept` and on text, `rows` (texts, tokens).
     The three count alike."""
     hybrid = splice(model, plan.model_copy(update={"gate": 0.0})).eval()  # every layer reads what it reads in the base
     everywhere = torch.ones(rows.shape, dtype=torch.bool)
     texts = [(wanted.padded(), wanted.mask("query")), (kept.padded(), kept.mask("everywhere")), (rows, everywhere)]
-    read = [read_matches(hybrid, ids, chosen, batch_size) for ids, chosen in texts]
+    read = [read_matches(hybrid, ids, chosen) for ids, chosen in texts]
     starts = dict[str, Start]()
     for site in read[0]:
         kinds = [each[site] for each in read]
@@ -62,7 +63,7 @@ def fit_queries(model: Any, plan: Plan, wanted: Encoded, kept: Encoded, rows: Te
 
 
 @torch.no_grad()
-def read_matches(hybrid: Any, ids: Tensor, chosen: Tensor, batch_size: int) -> dict[Site, tuple[Tensor, Tensor]]:
+def read_matches(hybrid: Any, ids: Tensor, chosen: Tensor, batch_size: int = BATCH) -> dict[Site, tuple[Tensor, Tensor]]:
     """Heads that share a query-key pair -> at the chosen tokens, (rows, t) bool, the log-sum-exps of their scores in nats (n,
     heads) and their query (n, width). Tokens at the beginning of a row are left out."""
     chosen = chosen.clone()

@@ -67,9 +67,9 @@ def choose(
             return make_plan(model, tokenizer, options.sites, starts, options, data, seed, questions=questions)
         if options.heads != "auto":
             if options.heads > len(units):
-                say(f"plan.heads={options.heads}: the ranking has {len(units)}, and all are taken")
+                say(f"plan.heads={options.heads}: the ranking has only {len(units)}; all are taken")
             if units[0].slope <= 0:
-                say("no head's attribution is positive: attention would not help on these questions; the leading are taken")
+                say("no head's attribution is positive: attention would not help on these questions; the leading heads stay")
             sites = [each.site for each in units[: options.heads]]
             return make_plan(model, tokenizer, sites, starts, options, data, seed, questions=questions)
         if not questions:
@@ -133,10 +133,10 @@ def grow_plan(
 ) -> Plan:
     """Add the leading units one by one, untrained, while the next one saves options.least_gain nats a question or answers more
     of them, beyond chance: in doubt one more, which costs its cache. One unit that does neither, or with which fewer are
-    answered, is passed over: the one behind it may still help. The first only must not answer fewer, beyond chance: a slope
-    says what a little attention saves, and in the place of a head it may lose much. A larger loss alone is no harm: an
-    untrained graft can find the right record and still be too sure of wrong ones, which tuning mends. Where all answer fewer,
-    the plan is the leading one."""
+    answered, is passed over: the one behind it may still help. Of the first it is only asked that it does not answer fewer,
+    beyond chance: a slope says what a little attention saves, and in the place of a head it may lose much. A larger loss alone
+    is no harm: an untrained graft can find the right record and still be too sure of wrong ones, which tuning mends. Where all
+    answer fewer, the plan is the leading one."""
     encoded = encode(tokenizer, questions)
     rows = None if options.share is None else read_plain_text(tokenizer, data, ROWS, seed)
     best, passed = answer(model, tokenizer, encoded, what="base"), 0
@@ -167,5 +167,5 @@ def grow_plan(
     if plan is None:
         assert leading is not None  # there are units
         plan = leading
-        say(f"fewer are answered with each leading head; the plan takes {plan.sites[0]}. See also locate.exact=1")
+        say(f"fewer are answered with each leading head, untrained; the plan takes {plan.sites[0]}. See also locate.exact=1")
     return plan

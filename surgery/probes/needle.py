@@ -120,7 +120,7 @@ class Needle:
         words = unfilled.words
         least, most = tokens([]), tokens(words)
         if least > self.length:
-            raise UserError(f"a needle of {self.length} tokens is too short: the question alone has {least}")
+            raise UserError(f"needle: length={self.length} is too short: the question alone has {least} tokens")
         if most < self.length:
             raise UserError(f"{self.source} has {most - least} tokens; a needle of {self.length} needs more")
         fit, beyond = 0, len(words) + 1

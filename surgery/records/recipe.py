@@ -94,8 +94,8 @@ class PlanOptions(Record):
     max_heads: Count = 4
     """At most this many heads, where heads is auto."""
     least_gain: Weight = 0.02
-    """Where heads is auto: a head more is worth its cache if it saves this many nats a question, or if more questions are
-    answered beyond chance."""
+    """Where heads is auto: another head is worth its cache if it saves this many nats a question, or if it answers more
+    questions, by a difference beyond chance."""
     layers: Count = 1
     """How many of the leading layers are grafted. For kind layer."""
     sites: SitesText | None = None
@@ -181,8 +181,8 @@ class Examples(Record):
 
 
 class Hints(Record):
-    """Shows the grafts where the answer of a training example, or a repeated bigram (tune.bigram_weight), stood before: minus
-    the log of the attention on it."""
+    """A loss that shows the grafts where the answer of a training example, or a repeated bigram (tune.bigram_weight), stood
+    before: minus the log of the attention paid to that place."""
 
     weight: Annotated[Number, Field(gt=0, le=1e6)] = 0.3
     """Weight of the hints in the loss."""
@@ -226,7 +226,7 @@ class Tune(Record):
     """Weight of the loss on repeated rare bigrams of the text: tokens that complete a bigram seen before in their document and
     rare in data.train_text."""
     learning_rate: Annotated[Number, Field(gt=0, le=1e6)] = 3e-3
-    """The largest learning rate; along a cosine it falls to 0, with steps auto once the loss is flat."""
+    """The largest learning rate. It falls to 0 along a cosine; with steps=auto, only once the loss is flat."""
     warmup_steps: Annotated[int, Field(ge=0, le=10**9, strict=True)] = 10
     """Steps over which the learning rate rises."""
     save_steps: Count = 50
@@ -269,7 +269,7 @@ class Bench(Record):
     between: Annotated[int, Field(ge=0, le=100, strict=True)] = 0
     """Words between a key and its value in these dictionaries."""
     limit: Annotated[int, Field(ge=2, le=10**6, strict=True)] = 500
-    """Questions of each size and probe."""
+    """Questions for each size and probe."""
     windows: Count = 64
     """Windows of text for the loss."""
     window: Tokens = 256

@@ -73,12 +73,12 @@ def splice(model: Any, plan: Plan, donor: Any = None) -> Any:
             raise UserError(f"{site} holds a graft already; unsplice the model first")
     hybrid = contain(model, family.hybrid, convert(model.config, family.hybrid.config_class, brought))
     layers: dict[int, LayerStart] = {}
+    for site in plan.sites:
+        if site.layer >= (number := hybrid.config.num_hidden_layers):
+            raise UserError(f"the model has no site {site}: it has layers 0 to {number - 1}")
+        if hybrid.mixer_at(site.layer) is None:
+            raise UserError(f"{site} cannot be grafted: layer {site.layer} holds no SSM")
     if plan.kind == "layer":
-        for site in plan.sites:
-            if site.layer >= (number := hybrid.config.num_hidden_layers):
-                raise UserError(f"the model has no site {site}: it has layers 0 to {number - 1}")
-            if hybrid.mixer_at(site.layer) is None:
-                raise UserError(f"{site} cannot be grafted: it holds no SSM, which attention could replace")
         layers = layer_starts(hybrid.config.hidden_size, plan, donor)
     hybrid.base_sample = sample(model)
     entries = [each.entry for each in layers.values()] or [describe(hybrid, site, plan) for site in plan.sites]
@@ -148,13 +148,9 @@ def changed_since_splice(hybrid: Any) -> list[str]:
 
 
 def describe(hybrid: Any, site: Site, plan: Plan) -> dict[str, Any]:
-    """The entry of the hybrid configuration's `grafts` for the heads of one layer. Raises UserError for a site that the model
+    """The entry of the hybrid configuration's `grafts` for the heads of one layer. Raises UserError for heads that the layer
     lacks, and for a width below the state size."""
-    layers, mixer = hybrid.config.num_hidden_layers, hybrid.mixer_at(site.layer)
-    if site.layer >= layers:
-        raise UserError(f"the model has no site {site}: it has layers 0 to {layers - 1}")
-    if mixer is None:
-        raise UserError(f"{site} cannot be grafted: layer {site.layer} holds no SSM, whose heads become attention")
+    mixer = hybrid.mixer_at(site.layer)
     if max(site.heads) >= mixer.num_heads:
         raise UserError(f"the model has no site {site}: layer {site.layer} has heads 0 to {mixer.num_heads - 1}")
     starts = [plan.start(site.layer, head) for head in site.heads]

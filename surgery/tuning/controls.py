@@ -24,8 +24,8 @@ from surgery.splicing.splice import adopt, unsplice
 from surgery.tuning.examples import Batches
 
 PLANS = ("same_layer", "random_site", "window", "whole_layer")
-# Controls in which weights of the base learn, or new ones from random, and the learning rate that they have at most, times the
-# root of the width: with 128 dimensions their loss falls at 0.002, and not at a graft's 0.009 (recipes/evidence/automatic).
+# Controls in which the base's weights learn, or new ones that start at random; and their largest learning rate, times the root
+# of the width: with 128 dimensions their loss falls at 0.002, and not at a graft's 0.009 (recipes/evidence/automatic).
 SLOW, SLOW_RATE = ("tuned", "adapters", "whole_layer"), 0.02263
 
 
@@ -56,9 +56,9 @@ def control_plan(name: str, model: Any, plan: Plan, seed: int) -> Plan:
     return plan.model_copy(update={"sites": tuple(sites), "starts": {}, "seed": seed, "provenance": None})
 
 
-def longest_row(batches: Batches, steps: int = 8) -> int:
-    """Tokens of the longest row that the first steps of tuning see."""
-    return max(part.ids.shape[1] for step in range(steps) for part in batches.step(step))
+def longest_row(batches: Batches) -> int:
+    """Tokens of the longest row that the first eight steps of tuning see."""
+    return max(part.ids.shape[1] for step in range(8) for part in batches.step(step))
 
 
 def narrow(hybrid: Any, edited: Any, tokens: int) -> int:
@@ -99,8 +99,6 @@ def trainable_control(model: Any, plan: Plan, name: str = "tuned") -> Any:
     plan's layers, on copies of their own. `initial_state`: the state with which each layer begins. `adapters`: nothing yet;
     tune adds them (tune.lora)."""
     control = adopt(unsplice(model) if hasattr(model.config, "grafts") else model)
-    if control is model:
-        raise UserError("a control is made of the base, not of a hybrid's class; load the base again")
     for parameter in control.parameters():
         parameter.requires_grad_(False)
     if name == "tuned":

@@ -140,16 +140,16 @@ class ExampleSource:
                 probe = make_probe(entry.probe, tokenizer, **ends_of)
                 has_evidence |= probe.questions(1, FIRST_SEED)[0].evidence is not None
         if not has_evidence:
-            raise UserError("tune.hints: no probe of tune.examples says where its answers are; kv, mqar and needle do")
+            raise UserError("tune.hints: no probe of tune.examples says where its answers are; all but knowledge do")
 
     def step(self, step: int) -> Part:
         """The examples of one step: of one entry, with the same numbers drawn from its ranges."""
         rng = random.Random(f"examples {self.seed} {step}")
         entries = self.options.examples
         (entry,) = rng.choices(entries, [each.weight for each in entries])
-        between = {field.name for field in dataclasses.fields(probe_class(entry.probe)) if isinstance(field.default, float)}
+        fractions = {field.name for field in dataclasses.fields(probe_class(entry.probe)) if isinstance(field.default, float)}
         drawn: dict[str, Any] = {
-            name: (rng.uniform if name in between else rng.randint)(*value) if isinstance(value, list | tuple) else value
+            name: (rng.uniform if name in fractions else rng.randint)(*value) if isinstance(value, list | tuple) else value
             for name, value in entry.options.items()
         }
         count = self.options.batch_size

@@ -33,8 +33,8 @@ class Part:
 
     kind: "examples", "text" or "skills". ids (b, t), padded on the right. targets (b, t): what each position has to predict, or
     IGNORE: of examples and skills the answers, of text the next token at repeated rare bigrams. positions (b, t): of packed
-    rows. evidence (b, t, 2): for hints, the first token and the one behind the last of what a target is read from; twice the
-    same where that is not known. asked and others: the places, among the b * t, with a target and without.
+    rows. evidence (b, t, 2): for hints, the first token and the one behind the last of what a target is read from; both
+    equal where that is not known. asked and others: the places, among the b * t, with a target and without.
 
     A batch is made on the host, and so is all that depends on its numbers: nothing waits for a GPU.
     """

@@ -4,7 +4,8 @@ which weights are taken: the last, or the best where the loss rose after them.
 The loss falls once more while the learning rate does, so a curve under a rate that already falls says nothing on whether more
 steps would help. So the rate stays until the curve is flat, and falls after that. A curve of means goes up and down by chance;
 a measurement counts as progress only where its difference to the best before is beyond one standard error, over batches, and
-worth the steps. Two are too many: of few batches, a curve that falls by a tenth each time would be called flat.
+worth the steps. Two standard errors would be too strict: with few batches, a curve that falls by a tenth each time would be
+called flat.
 """
 
 import math

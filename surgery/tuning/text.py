@@ -252,12 +252,10 @@ PIECE, OVERLAP = 2**20, 2**10  # characters that are hashed at once, and those t
 def check_apart(held_out: str, sources: Sequence[Source], characters: int | None = None) -> None:
     """Raise UserError if more than TOLERATED of a held-out text (its first `characters`) is also in a source to train on."""
     sought = _window_hashes(held_out[:characters])
-    sought = (
-        np.unique(sought[np.unique(np.linspace(0, max(0, len(sought) - 1), SOUGHT).astype(int))]) if len(sought) else sought
-    )
+    if not len(sought):
+        return
+    sought = np.unique(sought[np.linspace(0, len(sought) - 1, SOUGHT).astype(int)])
     for source in sources:
-        if not len(sought):
-            return
         shared = np.zeros(len(sought), bool)
         read = 0
         for text in source.documents:

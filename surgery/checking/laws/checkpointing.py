@@ -11,7 +11,7 @@ def cases(s: Subject):
     if not s.model.supports_gradient_checkpointing:
         raise NotApplicable("it does not support gradient checkpointing")
     model = prepared(s.model).float().train()  # in float32, in which backward computes again what forward has computed
-    getattr(model, "activation_checkpointing_disable", model.gradient_checkpointing_disable)()
+    model.activation_checkpointing_disable()
 
     def learn():
         model.zero_grad()
@@ -24,7 +24,7 @@ def cases(s: Subject):
     @cache
     def both():
         plain = learn()
-        getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+        model.activation_checkpointing_enable()
         return plain, learn()
 
     def loss():

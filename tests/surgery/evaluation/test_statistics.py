@@ -160,17 +160,6 @@ def test_many_intervals_at_once_are_rarely_wrong_anywhere():
         assert least <= wrong <= most
 
 
-def test_what_was_not_measured_is_left_out():
-    values = np.random.default_rng(0).normal(size=(40, 3))
-    values[10:, 1] = np.nan
-    values[:, 2] = np.nan
-    found = column_intervals(values)
-    alone = estimate(values[:10, 1])
-    assert found.n.tolist() == [40, 10, 0]
-    assert (found.mean[1], found.low[1], found.high[1]) == pytest.approx((alone.mean, alone.low, alone.high))
-    assert np.isnan(found.mean[2])
-
-
 def test_models_that_agree_everywhere_may_still_differ():
     same = np.ones(1000)
     found = difference(same, same)
