@@ -35,7 +35,7 @@ def calibrate(model: Any, plan: Plan, rows: Tensor, share: float, batch_size: in
     """
     hybrid = splice(model, plan.model_copy(update={"gate": 0.0})).eval()  # every layer reads what it reads in the base
     starts = dict[str, Start]()
-    for site, (lse, _) in read_matches(hybrid, rows, torch.ones(rows.shape, dtype=torch.bool), batch_size).items():
+    for site, (lse, _) in read_matches(hybrid, rows, within(rows), batch_size).items():
         found = {"null": round(float(solve_null(lse.flatten(), share)), 3)}
         starts |= {name: plan.starts.get(name, Start()).model_copy(update=found) for name in site.head_names}
     return plan.model_copy(update={"starts": starts})
@@ -46,8 +46,7 @@ def fit_queries(model: Any, plan: Plan, wanted: Encoded, kept: Encoded, rows: Te
     graft is open (1) at the answers of `wanted`, and closed (0) on the questions `kept` and on text, `rows` (texts, tokens).
     The three count alike."""
     hybrid = splice(model, plan.model_copy(update={"gate": 0.0})).eval()  # every layer reads what it reads in the base
-    everywhere = torch.ones(rows.shape, dtype=torch.bool)
-    texts = [(wanted.padded(), wanted.mask("query")), (kept.padded(), kept.mask("everywhere")), (rows, everywhere)]
+    texts = [(wanted.padded(), wanted.mask("query")), (kept.padded(), kept.mask("everywhere")), (rows, within(rows))]
     read = [read_matches(hybrid, ids, chosen) for ids, chosen in texts]
     starts = dict[str, Start]()
     for site in read[0]:
@@ -62,12 +61,17 @@ def fit_queries(model: Any, plan: Plan, wanted: Encoded, kept: Encoded, rows: Te
     return plan.model_copy(update={"starts": starts})
 
 
+def within(rows: Tensor) -> Tensor:
+    """Which tokens of texts (texts, tokens) count: not the first ones, which have little before them."""
+    counts = torch.ones(rows.shape, dtype=torch.bool)
+    counts[:, : min(FIRST, rows.shape[1] - 1)] = False
+    return counts
+
+
 @torch.no_grad()
 def read_matches(hybrid: Any, ids: Tensor, chosen: Tensor, batch_size: int = BATCH) -> dict[Site, tuple[Tensor, Tensor]]:
     """Heads that share a query-key pair -> at the chosen tokens, (rows, t) bool, the log-sum-exps of their scores in nats (n,
-    heads) and their query (n, width). Tokens at the beginning of a row are left out."""
-    chosen = chosen.clone()
-    chosen[:, : min(FIRST, chosen.shape[1] - 1)] = False
+    heads) and their query (n, width)."""
     found: dict[Site, list[Any]] = defaultdict(list)
     later = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).triu(1)
     at = chosen[:0]
