@@ -30,7 +30,7 @@ from surgery.records.report import Report
 from surgery.records.site import Site
 from surgery.report.page import write_report
 from surgery.runtime.files import RECIPE, OutputFolder, file_digest, open_output, settings_digest
-from surgery.runtime.processes import is_main, on_main, wait_for_main
+from surgery.runtime.processes import is_main, on_main
 from surgery.runtime.progress import say
 from surgery.splicing.splice import adopt, splice
 from surgery.tuning.controls import PLANS, SLOW, SLOW_RATE, control_plan, longest_row, narrow, trainable_control
@@ -205,7 +205,7 @@ def _tune(models: dict[str, Any], name: str, tokenizer: Any, recipe: Recipe, out
         most = SLOW_RATE / models[name].config.get_text_config().hidden_size ** 0.5
         options = options.model_copy(update={"learning_rate": min(options.learning_rate, most)})
     with output.folder(f"tuning/{name}", settings) as folder:
-        wait_for_main()  # which makes the folder
+        on_main(lambda: None)()  # the others wait until it has made the folder
         log = tune(models[name], tokenizer, options, recipe.data, seed=recipe.seed, folder=folder, name=name, teacher=teacher)
     if options.steps != "auto":  # else tune says what became of it
         say(f"tuning {name}: {len(log.steps)} steps")

@@ -12,7 +12,6 @@ v1/core/kv_cache_utils.py).
 
 import copy
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +22,7 @@ from transformers.initialization import no_init_weights
 
 from surgery.checking.shrink import DEPTHS, LISTS, make_model
 from surgery.errors import UserError
-from surgery.models.anatomy import find_cache
+from surgery.models.anatomy import find_cache, held_tensors
 
 LENGTHS = (1024, 4096, 16384, 65536, 262144, 1048576)
 SHORT = 24  # tokens that are read: more than any short convolution has taps
@@ -196,7 +195,7 @@ def _measured(model: Any, tokens: int, depth: int) -> list[tuple[LayerBytes, int
     if cache is None:
         raise UserError(f"a {model.config.model_type} returns no cache, and what it keeps elsewhere is not known here")
     if not hasattr(cache, "layers"):  # one of the model's own: states of all layers together, and integers that there are once
-        held = list(_tensors(cache))
+        held = held_tensors(cache)
         size, numbers = _size(held), sum(t.numel() for t in held if t.is_floating_point())
         return [(LayerBytes(size // depth, numbers // depth), 0)] * depth + [(LayerBytes(), _size(held, False))]
     linear = getattr(cache, "linear_cache", [])
@@ -206,8 +205,8 @@ def _measured(model: Any, tokens: int, depth: int) -> list[tuple[LayerBytes, int
 
 def _layer(held: dict[str, Any], linear: Any) -> tuple[LayerBytes, int]:
     """held: the attributes of a cache's layer. linear: MiniMax's states."""
-    convolutions = list(_tensors(held.get("conv_states", {})))
-    states = [*_tensors(held.get("recurrent_states", {})), *_tensors(linear)]
+    convolutions = held_tensors(held.get("conv_states", {}))
+    states = [*held_tensors(held.get("recurrent_states", {})), *held_tensors(linear)]
     grown = [value for name, value in held.items() if name in ("keys", "values", "indexer_keys") and isinstance(value, Tensor)]
     window = held.get("sliding_window")
     layer = LayerBytes(
@@ -224,14 +223,3 @@ def _layer(held: dict[str, Any], linear: Any) -> tuple[LayerBytes, int]:
 
 def _size(tensors: list[Tensor], floating: bool = True) -> int:
     return sum(t.nbytes for t in tensors if t.is_floating_point() == floating)
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """All tensors in lists, dicts and objects of transformers."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict | list | tuple):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(each)
-    elif type(value).__module__.startswith("transformers") and hasattr(value, "__dict__"):
-        yield from _tensors(vars(value))

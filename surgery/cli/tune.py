@@ -17,7 +17,7 @@ from surgery.errors import UserError
 from surgery.records.plan import Plan
 from surgery.records.recipe import read_recipe
 from surgery.runtime.files import open_output
-from surgery.runtime.processes import is_main, wait_for_main
+from surgery.runtime.processes import is_main, on_main
 from surgery.runtime.progress import show
 
 
@@ -57,7 +57,7 @@ def tune(
         if overwrite:  # not before it is known that the settings fit
             output.clear()
         with output.folder("tuning") as folder:
-            wait_for_main()  # which makes the folder
+            on_main(lambda: None)()  # the others wait until it has made the folder
             log = tune_model(model, tokenizer, options.tune, options.data, seed=options.seed, folder=folder, teacher=teacher)
         if is_main():
             with output.new_folder(".", keep=True) as folder:

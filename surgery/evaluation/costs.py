@@ -12,12 +12,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from transformers import Cache
 
 from surgery.errors import UserError
 from surgery.evaluation.statistics import estimate
-from surgery.models.anatomy import CACHES, find_cache
+from surgery.models.anatomy import CACHES, find_cache, held_tensors
 from surgery.records.report import Cost
 
 ROUNDS, TOKENS = 7, 8  # of each model in turn; decoded in a round, one after the other
@@ -60,23 +59,7 @@ def read_context(model: Any, context: int, batch: int = 1) -> Cache:
 
 def cache_bytes(cache: Any) -> int:
     """Bytes of all tensors that a cache holds, wherever it holds them."""
-    held: dict[tuple[int, int], int] = {}
-    seen: set[int] = set()
-    pending = [cache]
-    while pending:
-        thing = pending.pop()
-        if id(thing) in seen:
-            continue
-        seen.add(id(thing))
-        if isinstance(thing, Tensor):
-            held[thing.data_ptr(), thing.numel()] = thing.numel() * thing.element_size()
-        elif isinstance(thing, dict):
-            pending += thing.values()
-        elif isinstance(thing, list | tuple):
-            pending += thing
-        elif type(thing).__module__.startswith(("transformers", "surgery")) and hasattr(thing, "__dict__"):
-            pending += vars(thing).values()
-    return sum(held.values())
+    return sum(tensor.nbytes for tensor in held_tensors(cache))
 
 
 def _decoding(model: Any, cache: Cache, batch: int) -> Callable[[], None]:

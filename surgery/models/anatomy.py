@@ -8,7 +8,7 @@ their mixers, which SLOTS says: another layout is one more line there.
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from torch import nn
+from torch import Tensor, nn
 
 from surgery.errors import UserError
 from surgery.modeling.layer_graft import LayerGraftMixer
@@ -129,6 +129,24 @@ def find_cache(output: Any) -> tuple[str, Any]:
     """(what a model calls the cache that it takes and returns, the cache), of an output; ("", None) if it holds none."""
     held = ((name, getattr(output, name, None)) for name in CACHES)
     return next(((name, cache) for name, cache in held if cache is not None), ("", None))
+
+
+def held_tensors(cache: Any) -> list[Tensor]:
+    """All tensors in a cache, each once: in lists, dicts and objects of transformers and of this project."""
+    held: dict[tuple[int, int], Tensor] = {}
+    seen, pending = set[int](), [cache]
+    while pending:
+        thing = pending.pop()
+        if id(thing) in seen:
+            continue
+        seen.add(id(thing))
+        if isinstance(thing, Tensor):
+            held[thing.data_ptr(), thing.numel()] = thing
+        elif isinstance(thing, dict | list | tuple):
+            pending += thing.values() if isinstance(thing, dict) else thing
+        elif type(thing).__module__.startswith(("transformers", "surgery")) and hasattr(thing, "__dict__"):
+            pending += vars(thing).values()
+    return [*held.values()]
 
 
 def descend(module: Any, path: str) -> Any:

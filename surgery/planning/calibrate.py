@@ -34,11 +34,10 @@ def calibrate(model: Any, plan: Plan, rows: Tensor, share: float, batch_size: in
     Channels that share a query-key pair share b, and the mean is over them. It costs a forward of the base.
     """
     hybrid = splice(model, plan.model_copy(update={"gate": 0.0})).eval()  # every layer reads what it reads in the base
-    starts = dict[str, Start]()
-    for site, (lse, _) in read_matches(hybrid, rows, within(rows), batch_size).items():
-        found = {"null": round(float(solve_null(lse.flatten(), share)), 3)}
-        starts |= {name: plan.starts.get(name, Start()).model_copy(update=found) for name in site.head_names}
-    return plan.model_copy(update={"starts": starts})
+    read = read_matches(hybrid, rows, within(rows), batch_size)
+    return start_at(
+        plan, {site: {"null": round(float(solve_null(lse.flatten(), share)), 3)} for site, (lse, _) in read.items()}
+    )
 
 
 def fit_queries(model: Any, plan: Plan, wanted: Encoded, kept: Encoded, rows: Tensor) -> Plan:
@@ -48,7 +47,7 @@ def fit_queries(model: Any, plan: Plan, wanted: Encoded, kept: Encoded, rows: Te
     hybrid = splice(model, plan.model_copy(update={"gate": 0.0})).eval()  # every layer reads what it reads in the base
     texts = [(wanted.padded(), wanted.mask("query")), (kept.padded(), kept.mask("everywhere")), (rows, within(rows))]
     read = [read_matches(hybrid, ids, chosen) for ids, chosen in texts]
-    starts = dict[str, Start]()
+    found = {}
     for site in read[0]:
         kinds = [each[site] for each in read]
         weights = torch.cat([torch.full((len(lse),), 1 / len(lse)) for lse, _ in kinds]).double()
@@ -56,9 +55,14 @@ def fit_queries(model: Any, plan: Plan, wanted: Encoded, kept: Encoded, rows: Te
         lse, q = (torch.cat(each) for each in zip(*kinds, strict=True))
         lse = lse.logsumexp(-1) - math.log(lse.shape[-1])  # of channels that of their mean time step
         w, b = fit_logistic(lse, q, target, weights)
-        found = {"null": round(b, 3), "null_query": tuple(round(each, 4) for each in w.tolist())}
-        starts |= {name: plan.starts.get(name, Start()).model_copy(update=found) for name in site.head_names}
-    return plan.model_copy(update={"starts": starts})
+        found[site] = {"null": round(b, 3), "null_query": tuple(round(each, 4) for each in w.tolist())}
+    return start_at(plan, found)
+
+
+def start_at(plan: Plan, found: dict[Site, dict[str, Any]]) -> Plan:
+    """The plan whose heads start with what was found for their sites."""
+    pairs = [(name, each) for site, each in found.items() for name in site.head_names]
+    return plan.model_copy(update={"starts": {n: plan.starts.get(n, Start()).model_copy(update=each) for n, each in pairs}})
 
 
 def within(rows: Tensor) -> Tensor:

@@ -70,6 +70,9 @@ def provenance(base: str, fingerprint: str, seed: int, recipe: dict[str, Any] | 
     machine = f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs, {torch.get_num_threads()} threads"
     if torch.cuda.is_available():
         machine += f", {torch.cuda.get_device_name()}"
+    name = os.path.normpath(base) if base else ""
+    if name and (name.count("/") != 1 or is_elsewhere(name)):  # no id of the Hub, and no folder in one of the current folder's
+        name = os.path.basename(os.path.abspath(name))
     packages = {"python": platform.python_version(), **{name: installed_version(name) for name in PACKAGES}}
     return Provenance(
         toolkit=installed_version("mamba-surgery"),
@@ -77,16 +80,10 @@ def provenance(base: str, fingerprint: str, seed: int, recipe: dict[str, Any] | 
         packages=packages,
         machine=machine,
         seed=seed,
-        base=short_name(base) if base else "",
+        base=name,
         fingerprint=fingerprint,
         recipe=recipe,
     )
-
-
-def short_name(base: str) -> str:
-    """A Hub id, or a folder's name, with the one that it lies in, if that is in the current folder."""
-    plain = os.path.normpath(base)
-    return plain if plain.count("/") == 1 and not is_elsewhere(plain) else os.path.basename(os.path.abspath(plain))
 
 
 def is_elsewhere(name: str) -> bool:

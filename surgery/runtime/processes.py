@@ -56,11 +56,6 @@ def on_main(work: Callable[P, T]) -> Callable[P, T]:
     return done
 
 
-def wait_for_main() -> None:
-    """Go on when the main process has come here, too: what it has made on its way is then there for all."""
-    on_main(lambda: None)()
-
-
 @contextmanager
 def threads_for(parameters: int) -> Iterator[None]:
     """One thread of torch for a small model: its operations are so short that several threads take eight times the time of one

@@ -64,18 +64,17 @@ def longest_row(batches: Batches) -> int:
 def narrow(hybrid: Any, edited: Any, tokens: int) -> int:
     """Let the grafts see the last tokens alone, and say how many: as many as take the bytes that the keys and values of the
     grafts of `edited` take of a text of `tokens`. A cache goes on to hold all tokens."""
-    numbers = {model: sum(map(numbers_a_token, model.own_mixers())) for model in (hybrid, edited)}
+    numbers = dict.fromkeys((hybrid, edited), 0)  # of keys and values in a cache, for each token
+    for model in numbers:
+        for mixer in model.own_mixers():
+            graft, size = mixer.graft, mixer.head_dim
+            if isinstance(graft, ChannelGraft):
+                size = graft.each * (2 if graft.time_step else 1)
+            numbers[model] += len(graft.signs) * (graft.width + size)
     window = -(-tokens * numbers[edited] // numbers[hybrid])
     for mixer in hybrid.own_mixers():
         mixer.graft.attend = partial(attend_near, window=window)
     return window
-
-
-def numbers_a_token(mixer: Any) -> int:
-    """How many numbers the keys and values of a mixer's graft have in a cache, for each token."""
-    graft = mixer.graft
-    values = graft.each * (2 if graft.time_step else 1) if isinstance(graft, ChannelGraft) else mixer.head_dim
-    return len(graft.signs) * (graft.width + values)
 
 
 def attend_near(

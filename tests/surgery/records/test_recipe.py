@@ -8,7 +8,7 @@ import yaml
 
 from surgery.errors import UserError
 from surgery.records.recipe import GONE, Recipe, list_settings, make_recipe, read_recipe, recipe_text
-from surgery.records.record import short_name
+from surgery.records.record import provenance
 from surgery.runtime.yaml import parse_yaml
 
 ROOT = Path(__file__).parents[3]
@@ -148,4 +148,4 @@ def test_a_record_names_a_base_without_the_place_where_it_lies(tmp_path, monkeyp
     (tmp_path / "tiny").mkdir()
     monkeypatch.chdir(tmp_path / "tiny")
     names = {".": "tiny", "./a": "a", "a/": "a", "..": tmp_path.name, "me/model": "me/model", str(tmp_path / "x" / "y"): "y"}
-    assert {name: short_name(name) for name in names} == names
+    assert {name: provenance(name, "0", 0).base for name in names} == names
