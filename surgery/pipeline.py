@@ -76,8 +76,8 @@ def run(
         tuned = [*planned, recipe.tune.model_dump(exclude=APART)]
         tasks = recipe.bench.include_path
         finished = [*tuned, recipe.bench.model_dump(), file_digest(tasks) if tasks and Path(tasks).is_dir() else None]
-        whole = (output.path / "hybrid").is_dir()
-        if not overwrite and on_main(lambda: whole and output.is_made("report.json", finished))():
+        last = ("report.json", "hybrid/export.json")
+        if not overwrite and on_main(lambda: all(output.is_made(each, finished) for each in last))():
             say(f"{out} is finished; nothing has changed")
             return Report.read(Path(out) / "report.json")
         check_recipe(base, tokenizer, recipe)
@@ -239,8 +239,10 @@ def _finish(
             back_to={name: log.back_to for name, log in logs.items() if log.back_to is not None},
         )
     say(f"bench: {len(report.models)} models in {len(report.measurements)} measurements")
+    with output.new_folder(".", settings, keep=True) as folder:
+        write_report(report, folder, hybrid="hybrid", ranking=ranking)
     check_export(models[MAIN], "hf", verify, report)
-    with output.new_folder("hybrid") as folder:
+    with output.new_folder("hybrid", settings) as folder:
         proof = write_export(
             models[MAIN],
             tokenizer,
@@ -252,6 +254,4 @@ def _finish(
             verify=verify,
         )
     say(f"export: {proof}")
-    with output.new_folder(".", settings, keep=True) as folder:
-        write_report(report, folder, hybrid="hybrid", ranking=ranking)
     return report

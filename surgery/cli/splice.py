@@ -29,7 +29,9 @@ def splice(
         base, tokenizer = open_model(model, trust_remote_code=trust_remote_code, dtype=dtype)
         made = chosen.provenance
         if made is not None and made.is_of_other(fingerprint(base)):
-            raise UserError(f"{plan} was made from {made.base} with other weights than {model} has; locate and plan again")
+            located, _ = open_model(model, trust_remote_code=trust_remote_code)  # maybe in another dtype
+            if made.is_of_other(fingerprint(located)):
+                raise UserError(f"{plan} was made from {made.base} with other weights than {model} has; locate and plan again")
         hybrid = splice_model(base, chosen)
         with output.new_folder(".") as folder:
             proof = write_export(hybrid, tokenizer, folder, out, plan=chosen, base=model)

@@ -1,5 +1,6 @@
 """The model card: what was done, what was measured, how to load it."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,8 @@ def render_card(record: Any, name: str, plan: Plan | None, report: Report | None
     """The card's text, with Hugging Face's metadata in front."""
     parts = [f"---\n{_metadata(record)}---", f"# {escape(name.rsplit('/', 1)[-1])}", _describe(record, plan)]
     if record.format in ("hf", "patch"):
-        code = load_lines(name) if record.format == "hf" else f'import surgery\n\nmodel, tokenizer = surgery.load("{name}")\n'
+        code = f"import surgery\n\nmodel, tokenizer = surgery.load({json.dumps(name)})\n"
+        code = load_lines(name) if record.format == "hf" else code
         parts += ["## Use it", f"```python\n{code}```"]
     parts += [USE.get(record.format, "")]
     parts += [f"Verified when it was written: {record.proof}."] if record.proof is not None else []

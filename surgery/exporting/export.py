@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.errors import UserError
 from surgery.exporting.card import NEEDED, NEEDS, write_card
@@ -104,7 +104,7 @@ def check_export(hybrid: PreTrainedModel, format: str, verify: str, report: Repo
         raise UserError(f"there is no format '{format}'; there are {', '.join(FORMATS)}")
     if verify not in LENGTHS:
         raise UserError(f"verify is '{verify}'; take {' or '.join(LENGTHS)}")
-    if hasattr(hybrid, "peft_config"):
+    if hasattr(hybrid, "peft_config") or any(".base_layer." in name for name, _ in hybrid.named_parameters()):
         raise UserError("the model has unmerged adapters of peft; export model.merge_and_unload()")
     if report is not None and fingerprint(hybrid) not in {model.fingerprint for model in report.models.values()}:
         raise UserError("the report measured other weights than these; bench what is to be exported")
@@ -139,19 +139,24 @@ def write_export(
             report.write(folder / REPORT)
         files, name = beside.submit(list_files, folder), beside.submit(fingerprint, hybrid)
         if reader and process:
-            proof = prove(process, hybrid, len(tokenizer), folder, reader=reader, verify=verify, base=str(place))
+            embeddings: Any = hybrid.get_input_embeddings()
+            known = min(len(tokenizer), len(embeddings.weight))
+            proof = prove(process, hybrid, known, folder, reader=reader, verify=verify, base=str(place))
     changed = set(changed_since_splice(hybrid))
     if hybrid.name_or_path:
         with suppress(UserError):  # if the folder that the hybrid was loaded from is no export
             changed |= set(Export.read(Path(hybrid.name_or_path, RECORD)).changed)
     if changed:
         say(f"export: {len(changed)} of the base's own tensors were changed ('{min(changed)}'), as the card says")
+    origin = find_origin(place, home)
+    if base is None and origin.revision is None:  # a plan may name a folder, seen from where it was made
+        origin = origin.model_copy(update={"hub": False})
     record = Export(
         format=format,
         toolkit=installed_version("mamba-surgery"),
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         model_type=hybrid.config.model_type,
-        base=find_origin(place, home),
+        base=origin,
         fingerprint=name.result(),
         parameters=sum(p.numel() for p in getattr(hybrid, "graft_parameters", dict)().values()),
         changed=tuple(sorted(changed)),
@@ -165,10 +170,15 @@ def write_export(
 
 def write_hf(hybrid: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, *, max_shard_size: str = "5GB") -> None:
     """A complete Hugging Face folder, with the modeling code for where this package is not installed."""
+    # save_pretrained refuses what bases come with, like a temperature without do_sample; it is written as it is.
+    own, hybrid.generation_config = hybrid.generation_config, GenerationConfig()
     try:
         hybrid.save_pretrained(folder, max_shard_size=max_shard_size)
     except ValueError as error:
         raise UserError(f"cannot write the weights: {' '.join(str(error).split())}") from error
+    finally:
+        hybrid.generation_config = own
+    own.to_json_file(folder / "generation_config.json", keys_to_pop=["compile_config"])
     save_tokenizer(tokenizer, folder)
     code = sorted(path.stem for path in folder.glob("*.py"))
     entries = {target.partition(".")[0] for target in getattr(hybrid.config, "auto_map", {}).values()}

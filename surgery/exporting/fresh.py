@@ -48,7 +48,11 @@ def answer(model: Any, vocabulary: int, verify: str) -> dict[str, Tensor]:
         return_dict_in_generate=True,
         output_logits=True,
     )
-    made = model.generate(ids.to(model.device), attention_mask=real.to(model.device), generation_config=greedy)
+    own, model.generation_config = model.generation_config, greedy  # which would fill what is not set here
+    try:
+        made = model.generate(ids.to(model.device), attention_mask=real.to(model.device), generation_config=greedy)
+    finally:
+        model.generation_config = own
     answers["batch"] = torch.stack(made.logits, dim=1).float().cpu()
     answers["tokens"] = made.sequences[:, longest:].cpu()
     return answers
@@ -80,7 +84,8 @@ def main() -> None:
         tokenizer = AutoTokenizer.from_pretrained(request["folder"], trust_remote_code=True)
     sums = checksums(model)
     model = model.to(request["device"], getattr(torch, request["dtype"]))
-    answers = {name: value.contiguous() for name, value in answer(model, len(tokenizer), request["verify"]).items()}
+    vocabulary = min(len(tokenizer), len(model.get_input_embeddings().weight))
+    answers = {name: value.contiguous() for name, value in answer(model, vocabulary, request["verify"]).items()}
     with os.fdopen(out, "wb") as file:
         file.write(save(answers, metadata=sums))
 

@@ -8,6 +8,7 @@ else differs, and which base it belongs to, tensor by tensor. A base in another 
 import copy
 import hashlib
 from concurrent.futures import ThreadPoolExecutor
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,13 +17,13 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from surgery.errors import UserError
 from surgery.exporting.origin import Origin, find_origin
 from surgery.exporting.tokenizer import save_tokenizer
 from surgery.modeling import family_of
-from surgery.models.load import load, read_tokenizer
+from surgery.models.load import as_dtype, load, read_tokenizer
 from surgery.records.record import Record
 from surgery.runtime.files import file_digest
 from surgery.splicing.splice import adopt, sample
@@ -32,6 +33,7 @@ RECORD, WEIGHTS = "patch.json", "patch.safetensors"
 BOOKKEEPING = set("model_type architectures grafts auto_map layer_types transformers_version".split())
 BOOKKEEPING |= set("dtype torch_dtype name_or_path _name_or_path _attn_implementation".split())
 HASHES = 4  # threads
+OF_TOKENIZER = attrgetter("chat_template", "special_tokens_map", "model_max_length", "padding_side")
 
 
 class Patch(Record):
@@ -71,8 +73,9 @@ def write_patch(
     if not any(name in after and name not in changed for name, tensor in before.items() if tensor.dim() > 1):
         raise UserError(f"none of the hybrid's weight matrices is one of {base}; name its base with --base")
     save_file(changed, folder / WEIGHTS, metadata={"format": "pt"})
-    if words.get_vocab() != tokenizer.get_vocab() or words.chat_template != tokenizer.chat_template:
+    if words.get_vocab() != tokenizer.get_vocab() or OF_TOKENIZER(words) != OF_TOKENIZER(tokenizer):
         save_tokenizer(tokenizer, folder)
+    hybrid.generation_config.to_json_file(folder / "generation_config.json", keys_to_pop=["compile_config"])
     theirs, fields = original.config.to_dict(), hybrid.config.to_dict()
     Patch(
         base=find_origin(base, home),
@@ -125,7 +128,7 @@ def _join(patch: Patch, weights: dict[str, Tensor], original: PreTrainedModel, f
     family = family_of(original.config)
     if family is None:
         raise UserError(f"a {original.config.model_type} cannot be grafted, so {folder} is no patch for it")
-    base = adopt(original.to(getattr(torch, patch.dtype)))
+    base = adopt(as_dtype(original, getattr(torch, patch.dtype)))
     config = copy.deepcopy(base.config)
     for name, value in patch.config.items():
         setattr(config, name, value)
@@ -133,6 +136,8 @@ def _join(patch: Patch, weights: dict[str, Tensor], original: PreTrainedModel, f
     with torch.device("meta"):
         hybrid = family.hybrid(config)
     values = base.state_dict() | weights
+    if hybrid.config.tie_word_embeddings:  # which are saved once
+        values |= {name: values[source] for name, source in hybrid.all_tied_weights_keys.items()}
     state = hybrid.state_dict()
     if wrong := sorted(name for name, tensor in state.items() if name not in values or values[name].shape != tensor.shape):
         raise UserError(f"{folder / WEIGHTS} does not fit {RECORD}: the tensor '{wrong[0]}' is missing or has another shape")
@@ -148,7 +153,8 @@ def _join(patch: Patch, weights: dict[str, Tensor], original: PreTrainedModel, f
     hybrid.base_sample = sample(base)
     for entry in (each for each in patch.grafts if each.get("kind") == "layer"):
         hybrid.mixer_at(entry["layer"]).replaced = [base.mixer_at(entry["layer"])]
-    hybrid.generation_config = original.generation_config
+    written = (folder / "generation_config.json").exists()
+    hybrid.generation_config = GenerationConfig.from_pretrained(folder) if written else original.generation_config
     for name, parameter in hybrid.named_parameters():
         parameter.requires_grad_(".graft." in name)
     return hybrid.eval()

@@ -188,13 +188,18 @@ class HybridLanguageModel(GraftedModel):
     def _prepare_cache_for_generation(self: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any) -> Any:
         """transformers names the cache of classes with "mamba" in their name `cache_params`, and looks for no other."""
         name = "cache_params" if "mamba" in type(self).__name__.lower() else "past_key_values"
+        guided = generation_config.use_cache and generation_config.guidance_scale not in (None, 1)
+        if guided and self.cache_name == "cache_params":
+            raise ValueError("guidance_scale: transformers does not find this model's cache for it; set use_cache=False")
         given = [model_kwargs.pop(each, None) for each in ("cache_params", "past_key_values")]
         if (cache := one_cache(*given)) is not None:
             model_kwargs[name] = cache
         made = super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)  # type: ignore[misc]
-        if (cache := model_kwargs.pop(name, None)) is not None:
-            length = max(args[-1], generation_config.max_cache_len or 0)
-            model_kwargs[self.cache_name] = self.with_room(cache, length if isinstance(cache, StaticCache) else None)
+        length = None  # of a static cache; one that was given may be for more than this call
+        if (used := model_kwargs.pop(name, None)) is not None:
+            if cache is None and isinstance(used, StaticCache):
+                length = max(args[-1], generation_config.max_cache_len or 0)
+            model_kwargs[self.cache_name] = self.with_room(used, length)
         return made
 
     def _update_model_kwargs_for_generation(self: Any, outputs: Any, model_kwargs: Any, *args: Any, **kwargs: Any) -> Any:

@@ -85,6 +85,9 @@ class HybridBackbone(GraftedModel):
         if use_cache and cache is None:
             cache = DynamicCache(config=config)
         cache = self.with_room(cache)
+        if cache is not None and not is_tracing(hidden):  # a cache of states alone does not count tokens
+            before = getattr(cache, "tokens_read", 0) if self.has_read(cache) else 0
+            cache.tokens_read = before + hidden.shape[1]
         mask = create_recurrent_attention_mask(config, hidden, attention_mask, past_key_values=cache)
         if hidden.shape[1] == 1 and attention_mask is not None and not is_tracing(attention_mask):
             last = attention_mask[:, -1:]  # of a token alone transformers gives no mask

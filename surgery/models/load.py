@@ -85,7 +85,7 @@ def load(
         model = model.eval()
         wanted = choose_dtype(dtype, model.dtype, target)
         if wanted != model.dtype and not hasattr(model, "hf_quantizer"):
-            model = model.to(wanted)
+            model = as_dtype(model, wanted)
         if not hasattr(model, "hf_quantizer") and not hasattr(model, "hf_device_map"):
             model = model.to(target)
         if model.dtype == torch.float64 and getattr(model, "_can_set_experts_implementation", bool)():
@@ -109,6 +109,18 @@ def load(
     if known > rows:
         raise UserError(f"cannot use {name}: the tokenizer has {known:,} tokens and the model {rows:,}; is it another model's?")
     return Checkpoint(model, words)
+
+
+def as_dtype(model: Any, dtype: torch.dtype) -> Any:
+    """The model in another dtype, as from_pretrained reads it: what no folder holds, like the frequencies of rotary embeddings,
+    keeps its own."""
+    held = model.state_dict()
+    kept = {name: buffer for name, buffer in model.named_buffers() if name not in held}
+    model = model.to(dtype)
+    for name, buffer in kept.items():
+        owner, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, buffer)
+    return model
 
 
 def open_folder(folder: Path, dtype: torch.dtype | None, device: str, spread: bool, trust_remote_code: bool) -> Any:

@@ -1,5 +1,6 @@
 """report.md: the verdict, how to use the result, one table; the rest below it."""
 
+import json
 import re
 from collections.abc import Sequence
 
@@ -12,8 +13,8 @@ def load_lines(folder: str) -> str:
     """The Python lines that load an exported hybrid."""
     return (
         "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-        f'model = AutoModelForCausalLM.from_pretrained("{folder}", trust_remote_code=True)\n'
-        f'tokenizer = AutoTokenizer.from_pretrained("{folder}", trust_remote_code=True)\n'
+        f"model = AutoModelForCausalLM.from_pretrained({json.dumps(folder)}, trust_remote_code=True)\n"
+        f"tokenizer = AutoTokenizer.from_pretrained({json.dumps(folder)}, trust_remote_code=True)\n"
     )
 
 

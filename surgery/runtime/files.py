@@ -289,7 +289,7 @@ class OutputFolder(AbstractContextManager["OutputFolder"]):
 
 
 def check_output(
-    folder: str | Path, inputs: Iterable[str | Path] = (), *, resume: bool = False, overwrite: bool = False
+    folder: str | Path, inputs: Iterable[str | Path] = (), *, resume: bool | None = None, overwrite: bool = False
 ) -> bool:
     """Raise UserError where open_output would, before any work, and write nothing. Whether an earlier run's files are there."""
     path = Path(folder)
@@ -312,18 +312,19 @@ def check_output(
     if (path / LOCK).exists():
         os.close(_take_lock(path))
     if present and present != {MANIFEST} and not (resume or overwrite):
-        raise UserError(f"--out {path} holds an earlier run: --resume goes on with it, --overwrite begins anew")
+        goes_on = "" if resume is None else "--resume goes on with it, "
+        raise UserError(f"--out {path} holds an earlier run: {goes_on}--overwrite begins anew")
     return bool(present)
 
 
 def open_output(
-    folder: str | Path, inputs: Iterable[str | Path] = (), *, resume: bool = False, overwrite: bool = False
+    folder: str | Path, inputs: Iterable[str | Path] = (), *, resume: bool | None = None, overwrite: bool = False
 ) -> OutputFolder:
     """An output folder, locked until its `with` ends.
 
-    inputs: what the command reads. resume: go on with an earlier run there. overwrite: what it wrote may be replaced. Raises
-    UserError, before anything is changed, where the folder is or holds an input, holds an earlier run or files that are not
-    ours, is being written to by another run, or cannot be written to.
+    inputs: what the command reads. resume: go on with an earlier run there; None where the command cannot. overwrite: what it
+    wrote may be replaced. Raises UserError, before anything is changed, where the folder is or holds an input, holds an earlier
+    run or files that are not ours, is being written to by another run, or cannot be written to.
     """
     path = Path(folder)
     present = check_output(path, inputs, resume=resume, overwrite=overwrite)

@@ -100,6 +100,9 @@ def tune(
                 log = run.finish()
             finally:
                 run.close()
+            for key, p in trained.items():
+                if p.isfinite().all() and not p.to(dtypes[key]).isfinite().all():
+                    raise UserError(f"after tuning, '{key}' is beyond the range of {dtypes[key]}; use dtype=bfloat16")
         except BaseException:  # the model is as it was, but for what has learnt
             for key, p in trained.items():
                 p.data, p.grad = p.data.to(dtypes[key]), None
@@ -107,10 +110,6 @@ def tune(
                 remove_adapters(model, adapted)
             raise
     for key, p in trained.items():
-        if p.isfinite().all() and not p.to(dtypes[key]).isfinite().all():
-            raise UserError(
-                f"after tuning, '{key}' is beyond the range of {dtypes[key]}; use a base in bfloat16 (dtype: bfloat16)"
-            )
         p.data, p.grad = p.data.to(dtypes[key]), None
     if adapted and options.lora is not None:
         if folder is not None and is_main():

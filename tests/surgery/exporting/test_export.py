@@ -18,9 +18,9 @@ from surgery.exporting.patch import join_patch
 from surgery.exporting.publish import check_folder, publish
 from surgery.models.digests import fingerprint
 from surgery.models.load import load
-from surgery.splicing.splice import changed_since_splice
+from surgery.splicing.splice import changed_since_splice, splice
 from tests.surgery.exporting.folders import PLAN, InProcess, hybrid_of, write_base
-from tests.surgery.modeling.bases import make_rows
+from tests.surgery.modeling.bases import make_base, make_rows
 
 ROOT = Path(__file__).parents[3]
 
@@ -189,8 +189,9 @@ def test_a_base_that_adapters_were_merged_into_is_said_to_be_changed(base, tmp_p
 
 def test_unmerged_adapters_and_unknown_ways_are_refused(hybrid, base, tmp_path):
     adapted = get_peft_model(hybrid_of(base)[0], LoraConfig(r=2, target_modules=["in_proj"]))
-    with pytest.raises(UserError, match="merge"):
-        export(adapted, hybrid[1], tmp_path / "out", base=base)
+    for model in (adapted, splice(get_peft_model(load(base)[0], LoraConfig(r=2, target_modules=["in_proj"])).model, PLAN)):
+        with pytest.raises(UserError, match="merge"):
+            export(model, hybrid[1], tmp_path / "out", base=base)
     for options in ({"format": "x"}, {"verify": "x"}):
         with pytest.raises(UserError):
             export(*hybrid, tmp_path / "out", base=base, **options)
@@ -199,12 +200,28 @@ def test_unmerged_adapters_and_unknown_ways_are_refused(hybrid, base, tmp_path):
 
 def test_an_export_of_half_precision(tmp_path, in_process):
     base = write_base(tmp_path / "base", dtype=torch.bfloat16)
-    from surgery.splicing.splice import splice
-
     model, tokenizer = load(base, dtype="bfloat16")
     proof = export(splice(model, PLAN), tokenizer, tmp_path / "out", plan=PLAN, base=base)
     assert proof.dtype == "float32"
     assert load(tmp_path / "out", dtype="stored")[0].dtype == torch.bfloat16
+
+
+def test_what_a_base_brings_for_generating_does_not_matter_and_stays(tmp_path, in_process):
+    base = write_base(tmp_path / "base")
+    make_base("mamba2", dtype=torch.float32, tie_word_embeddings=True).save_pretrained(base)
+    model, tokenizer = load(base)
+    model.resize_token_embeddings(len(tokenizer) + 7)  # which are tied
+    tokenizer.add_tokens([f"<{number}>" for number in range(9)], special_tokens=True)  # more than there are embeddings
+    tokenizer.eos_token = "<1>"
+    hybrid = splice(model, PLAN)
+    hybrid.generation_config.update(stop_strings=["x"], num_beams=4, temperature=0.5, eos_token_id=3)
+    for format in ("hf", "patch"):
+        export(hybrid, tokenizer, tmp_path / format, plan=PLAN, base=base, format=format)
+        found, words = load(tmp_path / format)
+        held = found.generation_config
+        assert (held.stop_strings, held.num_beams, held.temperature, held.eos_token_id) == (["x"], 4, 0.5, 3)
+        assert words.eos_token == "<1>"
+    assert not Export.read(tmp_path / "hf" / "export.json").base.hub
 
 
 CARDS = {

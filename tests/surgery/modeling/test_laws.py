@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import DataCollatorWithFlattening, DynamicCache
+from transformers import DataCollatorWithFlattening, DynamicCache, StaticCache
 
 from surgery.checking.law import WideCasts
 from surgery.records.plan import Plan
@@ -210,6 +210,21 @@ def test_a_second_turn_without_grafts_goes_on() -> None:
         given = {"attention_mask": torch.ones_like(text), **GENERATE}
         again = hybrid.generate(text, past_key_values=turn.past_key_values, **given)
         assert torch.equal(again, hybrid.generate(text, **given))
+        cache = DynamicCache(config=hybrid.config)
+        logits(hybrid, make_rows(1), cache_params=cache, use_cache=True)  # a forward counts what it reads, too
+        assert torch.equal(hybrid.generate(text, past_key_values=cache, **given), hybrid.generate(text, **given))
+
+
+def test_a_static_cache_outlives_a_turn_and_guidance_is_refused() -> None:
+    hybrid, text = make_hybrid("mamba2"), make_rows(1)
+    cache = StaticCache(config=hybrid.config, max_cache_len=99)
+    for _ in range(2):
+        given = {"attention_mask": torch.ones_like(text), **GENERATE}
+        turn = hybrid.generate(text, past_key_values=cache, **given)
+        assert torch.equal(turn, hybrid.generate(text, **given))
+        text = torch.cat([turn, make_rows(1, 4, seed=9)], 1)
+    with pytest.raises(ValueError, match="use_cache=False"):
+        hybrid.generate(text, guidance_scale=1.5, **GENERATE)
 
 
 @FAMILIES

@@ -49,7 +49,9 @@ def test_what_was_made_with_the_same_settings_is_known(ran):
 
 def test_an_earlier_run_is_neither_continued_nor_replaced_unasked(ran):
     before = contents(ran)
-    with pytest.raises(UserError, match="--resume"):
+    with pytest.raises(UserError, match="--resume goes on"):
+        open_output(ran, resume=False)
+    with pytest.raises(UserError, match="run: --overwrite"):  # a command that cannot go on
         open_output(ran)
     assert contents(ran) == before
 
