@@ -29,7 +29,6 @@ from transformers import AutoTokenizer
 import surgery
 from surgery.evaluation.controls import fit_copy_cache
 from surgery.evaluation.suites import Given, Measurement, ask_probe
-from surgery.records.plan import Plan
 from surgery.records.recipe import Examples, Hints
 from surgery.runtime.files import read_text, write_text
 from surgery.runtime.progress import say
@@ -69,13 +68,13 @@ SHARES = (0.0, 0.003, 0.01, LONG)
 EDITS = ("4 heads", "no null key")
 OTHERS = ("dictionaries", "joint recall", "questions")  # on which edits are located and tuned, beside repeated bigrams
 UNTRAINED = tuple((name, 0.0) for name in OTHERS)  # which only the page's second table shows
-READS, CLOSER, AS_RUN = "null keys that read", "held closer", "as run"
+CLOSER, AS_RUN = "held closer", "as run"
 CLOSER_BY = 4.0  # the KL weight of CLOSER and AS_RUN, as recipes that `surgery run` makes have it, beside hints
 RIVALS = ("copy cache", *gap.RIVALS)
 BRIEF = [("base", 0.0), ("twin", 0.0), ("2 heads", 0.0), ("2 heads", gap.EQUAL), ("copy cache", 0.0)]  # of other shapes
 BRIEF += [(name, gap.EQUAL) for name in ("same layer", "adapters", CLOSER, "window", "all weights")]
 BRIEF += [("2 heads", LONG), (AS_RUN, gap.EQUAL), ("no null key", gap.EQUAL), ("hints", gap.EQUAL)]
-SOONER = ("copy cache", "same layer", "adapters", READS, "window", "all weights")
+SOONER = ("copy cache", "same layer", "adapters", "window", "all weights")
 Row = dict[str, Any]
 
 
@@ -203,15 +202,8 @@ class Prose(gap.Seed):
         other.training = self.training  # type: ignore[method-assign]
         return other
 
-    @cache  # noqa: B019
-    def plan(self, heads: int) -> Plan:
-        """For READS with null keys that read the query, as plan.keep_skills fits them: open at the answers to other such
-        questions, closed on text and on facts."""
-        plan = super().plan(heads)
-        return self.plan_at(plan.sites, self.questions(self.seed + 1), keep_skills=True) if self.kind == READS else plan
-
     def make(self, name: str, share: float) -> tuple[Any, Row]:
-        return self.other(name).make("2 heads", share) if name in (*OTHERS, READS) else super().make(name, share)
+        return self.other(name).make("2 heads", share) if name in OTHERS else super().make(name, share)
 
     @cache  # noqa: B019
     def asked(self) -> list[Measurement]:

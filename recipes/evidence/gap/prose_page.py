@@ -17,7 +17,6 @@ from prose import (
     LENGTHS,
     LONG,
     OTHERS,
-    READS,
     RIVALS,
     SHAPES,
     UNTRAINED,
@@ -36,7 +35,6 @@ WORDS |= {"2 heads": "two located heads", "hints": "two located heads with hints
 WORDS |= {kind: f"two heads, located by {kind} and tuned on them" for kind in OTHERS}
 WORDS[CLOSER] = f"two located heads, held to the base with a KL weight of {CLOSER_BY:.0f}, not 1"
 WORDS[AS_RUN] = f"two located heads with null keys, hints and a KL weight of {CLOSER_BY:.0f}, as `surgery run` tunes them"
-WORDS[READS] = "the same as for dictionaries, with null keys that read the query"
 WORDS |= {"copy cache": "an untrained n-gram cache of the text", "other layer": "two heads of other layers"}
 COLUMNS = {f"bigrams.{LENGTH}": "bigrams", f"bigrams.{LENGTHS[-1]}": f"bigrams, {LENGTHS[-1]:,} tokens"}
 COLUMNS |= {f"other_tokens.{LENGTH}": "other tokens", "text": "all tokens"}
@@ -218,7 +216,6 @@ def transfer(rows: list[Row]) -> list[list[str]]:
     for kind, (cell, _) in QUESTIONS.items():
         cells += [(f"an edit for {kind}, untrained", (cell[0], 0.0), kind), (f"an edit for {kind}", cell, kind)]
     cells += [("that for repeated bigrams, tuned as `surgery run` does", (AS_RUN, gap.EQUAL), "repeated bigrams")]
-    cells += [("that for dictionaries, with null keys that read the query", (READS, gap.EQUAL), "dictionaries")]
     for words, cell, kind in cells:
         own = [row for row in rows if (row["model"], row["share"]) == cell]
         if not own:
