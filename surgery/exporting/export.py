@@ -139,9 +139,7 @@ def write_export(
             report.write(folder / REPORT)
         files, name = beside.submit(list_files, folder), beside.submit(fingerprint, hybrid)
         if reader and process:
-            embeddings: Any = hybrid.get_input_embeddings()
-            known = min(len(tokenizer), len(embeddings.weight))
-            proof = prove(process, hybrid, known, folder, reader=reader, verify=verify, base=str(place))
+            proof = prove(process, hybrid, len(tokenizer), folder, reader=reader, verify=verify, base=str(place))
     changed = set(changed_since_splice(hybrid))
     if hybrid.name_or_path:
         with suppress(UserError):  # if the folder that the hybrid was loaded from is no export

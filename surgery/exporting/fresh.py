@@ -22,17 +22,18 @@ LENGTHS = {"quick": (6, 24), "full": (1, 6, 17, 40)}  # tokens of the prompts
 NEW = {"quick": 4, "full": 64}  # greedy tokens
 
 
-def make_prompts(vocabulary: int, verify: str) -> list[Tensor]:
-    """Random token ids below `vocabulary`, the same ones in every process."""
+def make_prompts(model: Any, tokens: int, verify: str) -> list[Tensor]:
+    """Random ids that the model and a tokenizer of so many tokens both know, the same ones in every process."""
     generator = torch.Generator().manual_seed(0)
-    return [torch.randint(vocabulary, (length,), generator=generator) for length in LENGTHS[verify]]
+    known = min(tokens, len(model.get_input_embeddings().weight))
+    return [torch.randint(known, (length,), generator=generator) for length in LENGTHS[verify]]
 
 
 @torch.inference_mode()
-def answer(model: Any, vocabulary: int, verify: str) -> dict[str, Tensor]:
+def answer(model: Any, tokens: int, verify: str) -> dict[str, Tensor]:
     """`prompt 17`: logits (t, V) at all places of a prompt of 17 tokens, without a cache. `batch` (b, new, V) and `tokens`
     (b, new): of greedy decoding with a cache, all prompts in one left-padded batch. In float32, on the CPU."""
-    model, prompts = model.eval(), make_prompts(vocabulary, verify)
+    model, prompts = model.eval(), make_prompts(model, tokens, verify)
     answers = {
         f"prompt {len(prompt)}": model(input_ids=prompt[None].to(model.device), use_cache=False).logits[0].float().cpu()
         for prompt in prompts
@@ -84,8 +85,7 @@ def main() -> None:
         tokenizer = AutoTokenizer.from_pretrained(request["folder"], trust_remote_code=True)
     sums = checksums(model)
     model = model.to(request["device"], getattr(torch, request["dtype"]))
-    vocabulary = min(len(tokenizer), len(model.get_input_embeddings().weight))
-    answers = {name: value.contiguous() for name, value in answer(model, vocabulary, request["verify"]).items()}
+    answers = {name: value.contiguous() for name, value in answer(model, len(tokenizer), request["verify"]).items()}
     with os.fdopen(out, "wb") as file:
         file.write(save(answers, metadata=sums))
 

@@ -68,12 +68,12 @@ def start_reader(hybrid: PreTrainedModel) -> FreshPython:
 
 
 def prove(
-    process: FreshPython, hybrid: PreTrainedModel, vocabulary: int, folder: Path, *, reader: str, verify: str, base: str = ""
+    process: FreshPython, hybrid: PreTrainedModel, tokens: int, folder: Path, *, reader: str, verify: str, base: str = ""
 ) -> Proof:
     """Compare what a fresh process reads back from `folder` with the live model.
 
-    vocabulary: prompts are made of token ids below it. base: where that of a patch is. Raises UserError if
-    the folder cannot be read, or is another model.
+    tokens: how many the tokenizer has. base: where that of a patch is. Raises UserError if the folder cannot be read, or is
+    another model.
     """
     # In float32 a defect stands out; large models of 16 bits are compared in their own, unless the proof is to be full.
     wide = 4 * sum(parameter.numel() for parameter in hybrid.parameters())
@@ -86,8 +86,8 @@ def prove(
     try:
         laws, sums = check_state(hybrid, full=verify == "full"), fresh.checksums(hybrid)
         live = hybrid if str(hybrid.dtype) == f"torch.{dtype}" else copy.deepcopy(hybrid).to(getattr(torch, dtype))
-        ours = fresh.answer(live, vocabulary, verify)
-        prompts = fresh.make_prompts(vocabulary, verify)
+        ours = fresh.answer(live, tokens, verify)
+        prompts = fresh.make_prompts(live, tokens, verify)
         allowed = measure_rounding(live, ours[f"prompt {len(prompts[-1])}"], prompts[-1][None])
         output = process.receive()
     finally:

@@ -167,6 +167,9 @@ class Run:
                 raise UserError(f"tune.{what}: {size} rows cannot be divided among {self.processes} processes")
         if batches.skills is not None and self.processes > SKILL_ROWS:
             raise UserError(f"tune.skill_weight: a step has {SKILL_ROWS} such rows, too few for {self.processes} processes")
+        self.settings = self._settings()
+        if options.report_to:
+            self.accelerator.init_trackers(name)
         self.checkpointing = options.gradient_checkpointing and not model.is_activation_checkpointing
         if options.gradient_checkpointing:
             model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
@@ -192,9 +195,6 @@ class Run:
         self.optimizer = self.accelerator.prepare_optimizer(optimizer)
         held_out = ExampleSource(batches.tokenizer, options, batches.seed + KEPT_BACK_SEED)
         self.watcher = Watcher(options, lambda: self._measure(held_out), trained)
-        self.settings = self._settings()
-        if options.report_to:
-            self.accelerator.init_trackers(name)
 
     def close(self) -> None:
         """Leave nothing in the model but what it has learnt."""
