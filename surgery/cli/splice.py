@@ -29,8 +29,8 @@ def splice(
         base, tokenizer = open_model(model, trust_remote_code=trust_remote_code, dtype=dtype)
         made = chosen.provenance
         if made is not None and made.is_of_other(fingerprint(base)):
-            located, _ = open_model(model, trust_remote_code=trust_remote_code)  # maybe in another dtype
-            if made.is_of_other(fingerprint(located)):
+            stored = None if dtype == "auto" else open_model(model, trust_remote_code=trust_remote_code)[0]
+            if stored is None or made.is_of_other(fingerprint(stored)):
                 raise UserError(f"{plan} was made from {made.base} with other weights than {model} has; locate and plan again")
         hybrid = splice_model(base, chosen)
         with output.new_folder(".") as folder:
