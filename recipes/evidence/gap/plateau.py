@@ -89,7 +89,8 @@ PAGE = """# Rivals tuned for longer
 
 {verdict}
 
-{seeds} of [the gap](README.md), on bases that have learnt retrieval. Each model is tuned at three learning rates
+{seeds} of [the gap](README.md), on whose bases the edit answers almost everything; others were not tuned for longer. Each
+model is tuned at three learning rates
 until the loss on examples that are kept back is flat (tune.steps=auto, at most {most:,} steps), then for {most:,} steps at the
 best of them. Of each seed's tunings, the one that answers most of {choose} other questions counts. Their keys are
 of both kinds: all tuning dictionaries draw on the same 64 words, which long tuning memorises.

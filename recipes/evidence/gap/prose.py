@@ -68,12 +68,12 @@ SHARES = (0.0, 0.003, 0.01, LONG)
 EDITS = ("4 heads", "no null key")
 OTHERS = ("dictionaries", "joint recall", "questions")  # on which edits are located and tuned, beside repeated bigrams
 UNTRAINED = tuple((name, 0.0) for name in OTHERS)  # which only the page's second table shows
-CLOSER, AS_RUN = "held closer", "as run"
-CLOSER_BY = 4.0  # the KL weight of CLOSER and AS_RUN, as recipes that `surgery run` makes have it, beside hints
+CLOSER, HINTED = "held closer", "held closer, hints"
+CLOSER_BY = 4.0  # the KL weight of CLOSER and HINTED
 RIVALS = ("copy cache", *gap.RIVALS)
 BRIEF = [("base", 0.0), ("twin", 0.0), ("2 heads", 0.0), ("2 heads", gap.EQUAL), ("copy cache", 0.0)]  # of other shapes
 BRIEF += [(name, gap.EQUAL) for name in ("same layer", "adapters", CLOSER, "window", "all weights")]
-BRIEF += [("2 heads", LONG), (AS_RUN, gap.EQUAL), ("no null key", gap.EQUAL), ("hints", gap.EQUAL)]
+BRIEF += [("2 heads", LONG), (HINTED, gap.EQUAL), ("no null key", gap.EQUAL), ("hints", gap.EQUAL)]
 SOONER = ("copy cache", "same layer", "adapters", "window", "all weights")
 Row = dict[str, Any]
 
@@ -84,7 +84,7 @@ def list_cells() -> list[tuple[str, float]]:
     cells += [
         (name, 0.0 if name in ("prompt twice", "copy cache") else gap.EQUAL) for name in dict.fromkeys((*SOONER, *RIVALS))
     ]
-    cells += [(CLOSER, gap.EQUAL), (AS_RUN, gap.EQUAL), *UNTRAINED, *(("2 heads", share) for share in SHARES[1:-1])]
+    cells += [(CLOSER, gap.EQUAL), (HINTED, gap.EQUAL), *UNTRAINED, *(("2 heads", share) for share in SHARES[1:-1])]
     cells += [(name, gap.EQUAL) for name in (*EDITS, "hints")]
     return [*cells, ("2 heads", SHARES[-1]), ("hints", SHARES[-1]), ("twin layer", 0.0)]
 
@@ -219,7 +219,7 @@ class Prose(gap.Seed):
         variants: dict[str, tuple[str, Row]] = {
             "hints": ("no null key", {"hints": Hints()}),
             CLOSER: ("2 heads", {"kl_weight": CLOSER_BY}),
-            AS_RUN: ("2 heads", {"kl_weight": CLOSER_BY, "hints": Hints()}),
+            HINTED: ("2 heads", {"kl_weight": CLOSER_BY, "hints": Hints()}),
         }
         made, changed = variants.get(name, (name, {}))
         model, teacher, tuning, trained = super().begin(made)

@@ -9,10 +9,10 @@ from typing import Any
 import gap
 import numpy as np
 from prose import (
-    AS_RUN,
     BRIEF,
     CLOSER,
     CLOSER_BY,
+    HINTED,
     LENGTH,
     LENGTHS,
     LONG,
@@ -34,16 +34,19 @@ WORDS = gap.RIVALS | gap.EDITS | {name: f"**the twin: {words}**" for name, words
 WORDS |= {"2 heads": "two located heads", "hints": "two located heads with hints, without null keys"}
 WORDS |= {kind: f"two heads, located by {kind} and tuned on them" for kind in OTHERS}
 WORDS[CLOSER] = f"two located heads, held to the base with a KL weight of {CLOSER_BY:.0f}, not 1"
-WORDS[AS_RUN] = f"two located heads with null keys, hints and a KL weight of {CLOSER_BY:.0f}, as `surgery run` tunes them"
-WORDS |= {"copy cache": "an untrained n-gram cache of the text", "other layer": "two heads of other layers"}
+WORDS[HINTED] = f"two located heads with hints and a KL weight of {CLOSER_BY:.0f}"
+WORDS |= {"copy cache": "an n-gram cache of the text, without weights", "other layer": "two heads of other layers"}
 COLUMNS = {f"bigrams.{LENGTH}": "bigrams", f"bigrams.{LENGTHS[-1]}": f"bigrams, {LENGTHS[-1]:,} tokens"}
-COLUMNS |= {f"other_tokens.{LENGTH}": "other tokens", "text": "all tokens"}
+COLUMNS["text"] = "all tokens"
 QUESTIONS = {  # what an edit is located and tuned on -> (its cell, what it is asked)
     "repeated bigrams": (("2 heads", gap.EQUAL), f"bigrams.{LENGTH}"),
     "dictionaries": (("dictionaries", gap.EQUAL), "kv.32"),
     "joint recall": (("joint recall", gap.EQUAL), "joint.16"),
     "questions": (("questions", gap.EQUAL), "questions"),
 }
+ANSWERS = {asked: kind for kind, (_, asked) in list(QUESTIONS.items())[1:]}
+ANSWERING = [("base", 0.0), ("twin", 0.0), ("copy cache", 0.0), ("adapters", gap.EQUAL), ("all weights", gap.EQUAL)]
+ANSWERING += [("2 heads", gap.EQUAL), (HINTED, gap.EQUAL)]
 FEWEST = 6  # pairs of kinds, of which a correlation is printed
 SEEN = {"text": "of novels", "kv": "in dictionaries", "joint": "in joint recall"}
 MAIN, BASE_CELL = ("2 heads", gap.EQUAL), ("base", 0.0)
@@ -56,22 +59,24 @@ the same in the same order. In novels, rare tokens had exchanged names in each w
 their own. The edit is attention at two located heads with null keys, tuned for {equal:.0%} of all these tokens on the repeated
 rare bigrams of other novels, and held to the base on all other tokens; its rivals are tuned alike. What counts is the loss on
 novels by authors of whom nothing was learnt, with their own names: {windows} rows of {length} tokens. A repeated rare bigram is
-a pair of tokens that stood in the row before and is rare elsewhere. Nats saved against the base, means over seeds; the base's
-own loss is {own}.
+a pair of tokens that stood in the row before and is rare elsewhere; about {rare:.0%} of the tokens are. Nats saved against the
+base, means over seeds; the base's own loss is {own}.
 
 {table}
 
-Share closed: (edited - base) / (twin - base), on repeated rare bigrams, with the twin that has attention at the same heads;
-over all seeds with Fieller's interval, which is wide where seeds differ.
-Rivals are tuned as the edit is, for as many tokens at one learning rate, without hints; the window takes the bytes of the
-edit's cache of a tuning row.
+Share closed: (edited - base) / (twin - base), with the twin that has attention at the same heads; over all seeds with
+Fieller's interval, which is wide where seeds differ.{gap_of_all}
+Rivals are tuned as the edit is, for as many tokens at one learning rate, without hints, and none for longer; the window takes
+the bytes of the edit's cache of a tuning row. The n-gram cache has three numbers, set on 32 rows of the tuning text. `surgery
+run` also takes hints and a KL weight of {closer:.0f}, but it locates and tunes on dictionaries.
 
 ![Nats saved, every seed a point](prose.png)
 
 ## Other bases
 
 The same with fewer models, on the same tokens, the edit tuned on repeated bigrams alone. A head of a Mamba-1 is a block of 16
-channels.
+channels. The second table has what models answer of dictionaries, joint recall and questions, and in brackets the share closed,
+by seed, where a gap to the twin is shown.
 
 {others}
 
@@ -81,7 +86,8 @@ Each edit is two heads, located by one kind of question and tuned on rows of it 
 Dictionaries have 32 pairs; the 16 keys of joint recall are of two words, each of which is in four. The {asked} questions
 are about running text (who, where, which number): they repeat a sentence of a passage up to the answer (`running_text.py`),
 of all novels from which no model has learnt, those of locating among them; without the question, these rules answer {guessed}.
-Means over seeds.
+Means over seeds; of questions, in brackets, the share closed by seed. Of dictionaries and joint recall the twin, whose
+attention is at the heads for bigrams, learnt less than its base.
 
 {transfer}
 
@@ -125,14 +131,29 @@ def named(cell: tuple[str, float]) -> str:
 def savings(rows: list[Row], cells: list[tuple[str, float]]) -> list[list[str]]:
     """Of each of these models that is measured: what it saves, at what price, and the share closed."""
     at = {(row["model"], row["share"]): row for row in rows}
-    head = ["nats saved", "parameters trained", "cache, 2,048 tokens"]
-    lines = [[*head, *COLUMNS.values(), "share closed, by seed", "over all seeds"]]
+    head = ["nats saved", "parameters trained", "cache, 2,048 tokens", *COLUMNS.values()]
+    lines = [[*head, "share closed of bigrams, by seed", "over all seeds", "of all tokens, by seed"]]
     for cell in (cell for cell in cells[1:] if cell in at and cell not in UNTRAINED):
         cache = f"{at[cell]['cache_bytes'] / 1024:.0f} KiB" if "cache_bytes" in at[cell] else "the text's tokens"
         figures = [f"{np.mean(saved(rows, cell, asked)):+.3f}" for asked in COLUMNS]
-        over, alone = gap.shares(rows, cell, f"bigrams.{LENGTH}", "twin")
-        each = ", ".join(f"{one.mean:.2f}" if one else "no gap shown" for one in alone.values())
-        lines.append([named(cell), f"{at[cell]['trained']:,}", cache, *figures, each, gap.show((over, alone))])
+        over = gap.show(gap.shares(rows, cell, f"bigrams.{LENGTH}", "twin"))
+        each, of_all = (closed_by_seed(rows, cell, asked) for asked in (f"bigrams.{LENGTH}", "text"))
+        lines.append([named(cell), f"{at[cell]['trained']:,}", cache, *figures, each, over, of_all])
+    return lines
+
+
+def closed_by_seed(rows: list[Row], cell: tuple[str, float], asked: str) -> str:
+    closed = gap.shares(rows, cell, asked, "twin")[1]
+    return ", ".join(f"{one.mean:.2f}" if one else "no gap" for _, one in sorted(closed.items()))
+
+
+def answers(rows: list[Row]) -> list[list[str]]:
+    """What models answer of other kinds of questions."""
+    lines = [["", *ANSWERS.values()]]
+    for cell in ANSWERING:
+        closed = [f" ({closed_by_seed(rows, cell, asked)})" * (cell != BASE_CELL) for asked in ANSWERS]
+        figures = [gap.mean(rows, cell, asked) + each for asked, each in zip(ANSWERS, closed, strict=True)]
+        lines.append(["the base" if cell == BASE_CELL else named(cell), *figures])
     return lines
 
 
@@ -144,14 +165,22 @@ def other_bases() -> str:
         at = {(row["model"], row["share"]): row for row in rows}
         if ("twin", 0.0) not in at:
             continue
-        numbers, heads = at[BASE_CELL]["trained"], "; ".join(", ".join(row["sites"]["2"]) for row in rows if "sites" in row)
+        numbers, sites = at[BASE_CELL]["trained"], [site for row in rows if "sites" in row for site in row["sites"]["2"]]
+        places = ((site, len(Site.parse(site).heads)) for site in sites)
+        heads = "; ".join(site if n <= 2 else f"{n} channels of {site.partition('.')[0]}" for site, n in places)
         seeds = sorted({row["seed"] for row in rows})
         words = f"**A {'Mamba-1' if shape == 'mamba1' else 'Mamba-2'} of {numbers:,} parameters**, seed{'s' * (len(seeds) > 1)}"
         words += f" {', '.join(map(str, seeds))}; heads {heads}. The base's own loss is {own_losses(rows)}."
         same = [cell for cell in BRIEF[1:] if cell in at and at[cell]["results"] == at[BASE_CELL]["results"]]
         closed = f"\n\nClosed in tuning, so that every answer is the base's: {'; '.join(map(named, same))}." if same else ""
-        said.append(f"{words}\n\n{table(savings(rows, BRIEF))}{closed}")
+        said.append(f"{words}\n\n{table(savings(rows, BRIEF))}{closed}\n\n{table(answers(rows))}")
     return "\n\n".join(said) or "None is measured."
+
+
+def rare_share(results: Row) -> float:
+    """Which share of the tokens end a repeated rare bigram, from their mean loss, the other tokens' and all tokens'."""
+    rare, others, every = (results[name]["mean"] for name in (f"bigrams.{LENGTH}", f"other_tokens.{LENGTH}", "text"))
+    return (every - others) / (rare - others)
 
 
 def own_losses(rows: list[Row]) -> str:
@@ -192,6 +221,9 @@ def write_page(rows: list[Row]) -> str:
         length=LENGTH,
         windows=at[BASE_CELL]["results"][f"bigrams.{LENGTH}"]["n"],
         own=own_losses(rows),
+        rare=rare_share(at[BASE_CELL]["results"]),
+        gap_of_all="" if gap.shares(rows, MAIN, "text", "twin")[0] else " On all tokens no gap is shown over these seeds.",
+        closer=CLOSER_BY,
         table=table(savings(rows, list_cells())),
         others=other_bases(),
         minutes=sum(spent(row) for shape in (None, *SHAPES) for row in gap.read_rows(record_of(shape))) / 60,
@@ -211,18 +243,25 @@ def table(lines: list[list[str]]) -> str:
 def transfer(rows: list[Row]) -> list[list[str]]:
     """What each model answers."""
     lines = [["", "heads, by seed", "steps", "nats saved on bigrams", *list(QUESTIONS)[1:], "nats saved on all tokens"]]
-    cells = [("the base", BASE_CELL, ""), ("the twin", ("twin", 0.0), ""), ("the n-gram cache", ("copy cache", 0.0), "")]
+    cells = [
+        ("the base", BASE_CELL, ""),
+        ("the twin (attention at the heads for bigrams)", ("twin", 0.0), ""),
+        ("the n-gram cache", ("copy cache", 0.0), ""),
+    ]
     cells += [("the base, which reads the prompt twice", ("prompt twice", 0.0), "")]
     for kind, (cell, _) in QUESTIONS.items():
         cells += [(f"an edit for {kind}, untrained", (cell[0], 0.0), kind), (f"an edit for {kind}", cell, kind)]
-    cells += [("that for repeated bigrams, tuned as `surgery run` does", (AS_RUN, gap.EQUAL), "repeated bigrams")]
+    cells += [
+        (f"that for repeated bigrams, with hints and a KL weight of {CLOSER_BY:.0f}", (HINTED, gap.EQUAL), "repeated bigrams")
+    ]
     for words, cell, kind in cells:
         own = [row for row in rows if (row["model"], row["share"]) == cell]
         if not own:
             continue
         heads = "; ".join(", ".join(row["located"][kind]) for row in rows if row["model"] == "base" and kind)
         steps = f"{np.mean([row['steps'] for row in own]):.0f}" if cell[1] else "-"
-        figures = [gap.mean(rows, cell, asked) for _, asked in list(QUESTIONS.values())[1:]]
+        figures = [gap.mean(rows, cell, asked) for asked in ANSWERS]
+        figures[-1] += f" ({closed_by_seed(rows, cell, 'questions')})" * (cell != BASE_CELL)
         gained = [f"{np.mean(saved(rows, cell, asked)):+.3f}" for asked in (f"bigrams.{LENGTH}", "text")]
         lines.append([words, heads or "-", steps, gained[0], *figures, gained[1]])
     return lines

@@ -87,9 +87,9 @@ def measure_all(seeds: list[int]) -> None:
 
 PAGE = """# Longer prompts, and other questions
 
-Seeds {seeds} of [the gap](README.md): those whose trainings were kept, and whose bases have all learnt retrieval.
-{limit} questions of a kind, the same for all models of a seed. The edit is tuned on {equal:.0%} of the pretraining tokens:
-dictionaries of 16 to 64 pairs. Share closed and its interval are those of that page.
+Seeds {seeds} of [the gap](README.md). {limit} questions of a kind, the same for all models of a seed.
+The edit is tuned on {equal:.0%} of the pretraining tokens: dictionaries of 16 to 64 pairs. No model was taught words with four
+keys asked, chains or letters. Share closed and its interval are those of that page.
 
 {table}
 
