@@ -3,15 +3,16 @@
     python recipes/evidence/gap/prose.py BOOKS --seeds 1 2 3    measure what prose.jsonl does not hold yet
     python recipes/evidence/gap/prose.py --page                 prose.md and prose.png, from what is measured
 
-BOOKS is a folder with train/ and valid/ of public-domain novels. The base, its twins, the edits and the rivals are those of
-gap.py, at a million parameters and with the tokenizer of checkpoints/tiny-names. Pretraining sees windows of train/ in which
-rare tokens have exchanged names, so that they can only be recalled, and some of which repeat a passage of their own; windows
-and passages are short at first, without which none of these models learns to recall in so few tokens. It sees dictionaries and
-joint recall as well, so that a base has several forms of retrieval. Heads are located on repeated rare bigrams of four novels
-of valid/, and models are measured on the others, by authors of whom nothing was learnt: the loss on repeated rare bigrams, on
-the other tokens and on all, at the length of pretraining, twice and four times that. Other edits are located and tuned on
-dictionaries, joint recall and questions about running text (running_text.py), and all are asked everything. --shape takes
-another base, and fewer models. Another curriculum needs an empty runs/gap/prose: a training goes on from what is there.
+BOOKS is a folder with train/ and valid/ of the novels of checkpoints/tiny-names, whose README says where they are from. The
+base, its twins, the edits and the rivals are those of gap.py, at a million parameters and with the tokenizer of
+checkpoints/tiny-names. Pretraining sees windows of train/ in which rare tokens have exchanged names, so that they can only be
+recalled, and some of which repeat a passage of their own; windows and passages are short at first, without which none of these
+models learns to recall in so few tokens. It sees dictionaries and joint recall as well, so that a base has several forms of
+retrieval. Heads are located on repeated rare bigrams of four novels of valid/, and models are measured on the others, by
+authors of whom nothing was learnt: the loss on repeated rare bigrams, on the other tokens and on all, at the length of
+pretraining, twice and four times that. Other edits are located and tuned on dictionaries, joint recall and questions about
+running text (running_text.py), and all are asked everything. --shape takes another base, and fewer models. Another curriculum
+needs an empty runs/gap/prose: a training goes on from what is there.
 """
 
 import json
@@ -86,7 +87,7 @@ def list_cells() -> list[tuple[str, float]]:
     ]
     cells += [(CLOSER, gap.EQUAL), (HINTED, gap.EQUAL), *UNTRAINED, *(("2 heads", share) for share in SHARES[1:-1])]
     cells += [(name, gap.EQUAL) for name in (*EDITS, "hints")]
-    return [*cells, ("2 heads", SHARES[-1]), ("hints", SHARES[-1]), ("twin layer", 0.0)]
+    return [*cells, ("2 heads", SHARES[-1]), ("twin layer", 0.0)]
 
 
 def take_books(books: Path, shape: str | None = None) -> None:

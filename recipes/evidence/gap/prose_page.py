@@ -54,21 +54,22 @@ PAGE = """# The gap on prose
 
 {verdict}
 
-{seeds}; {cells} models are measured. A base is a Mamba-2 of {numbers:,} parameters and has seen {tokens}; its twins have seen
-the same in the same order. In novels, rare tokens had exchanged names in each window, and some windows repeated a passage of
-their own. The edit is attention at two located heads with null keys, tuned for {equal:.0%} of all these tokens on the repeated
-rare bigrams of other novels, and held to the base on all other tokens; its rivals are tuned alike. What counts is the loss on
-novels by authors of whom nothing was learnt, with their own names: {windows} rows of {length} tokens. A repeated rare bigram is
-a pair of tokens that stood in the row before and is rare elsewhere; about {rare:.0%} of the tokens are. Nats saved against the
-base, means over seeds; the base's own loss is {own}.
+{seeds}; {cells} models are measured{missing}. A base is a Mamba-2 of {numbers:,} parameters and has seen {tokens}; its twins
+have seen the same in the same order. The novels are those of [tiny-names](../../../checkpoints/tiny-names/README.md). Rare
+tokens in them had exchanged names in each window, and some windows repeated a passage of their own. The edit is attention at
+two located heads with null keys, tuned for {equal:.0%} of all these tokens on the repeated rare bigrams of other novels, and
+held to the base on all other tokens; its rivals are tuned alike. What counts is the loss on novels by authors of whom nothing
+was learnt, with their own names: {windows} rows of {length} tokens. A repeated rare bigram is a pair of tokens that stood in
+the row before and is rare elsewhere; about {rare:.0%} of the tokens are. Nats saved against the base, means over seeds; the
+base's own loss is {own}.
 
 {table}
 
 Share closed: (edited - base) / (twin - base), with the twin that has attention at the same heads; over all seeds with
-Fieller's interval, which is wide where seeds differ.{gap_of_all}
-Rivals are tuned as the edit is, for as many tokens at one learning rate, without hints, and none for longer; the window takes
-the bytes of the edit's cache of a tuning row. The n-gram cache has three numbers, set on 32 rows of the tuning text. `surgery
-run` also takes hints and a KL weight of {closer:.0f}, but it locates and tunes on dictionaries.
+Fieller's interval, which is wide where seeds differ.{gap_of_all} Rivals are tuned as the edit is, for as many tokens at one
+learning rate, without hints, and none for longer; the window takes the bytes of the edit's cache of a tuning row. The n-gram
+cache has three numbers, set on 32 rows of the tuning text. `surgery run` also takes hints and a KL weight of {closer:.0f}, but
+it locates and tunes on dictionaries.
 
 ![Nats saved, every seed a point](prose.png)
 
@@ -216,6 +217,7 @@ def write_page(rows: list[Row]) -> str:
         numbers=at[BASE_CELL]["trained"],
         tokens=", ".join(f"{np.mean(each):,.0f} tokens {SEEN[kind]}" for kind, each in seen.items()),
         cells=f"{len(rows)} of {len(list_cells()) * len(seeds)}",
+        missing="".join(f"; not {named(cell).strip('*')}" for cell in list_cells() if cell not in at),
         guessed=", ".join(f"{name} {share:.3f}" for name, share in at[BASE_CELL]["guesses"].items()),
         equal=gap.EQUAL,
         length=LENGTH,
