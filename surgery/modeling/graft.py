@@ -42,6 +42,7 @@ from transformers.cache_utils import (
     LinearAttentionAndStaticFullAttentionLayer,
     StaticLayer,
 )
+from transformers.utils import is_tracing
 
 from .packing import Packing
 from .reference import at_least_float32
@@ -365,20 +366,23 @@ def convolve(
 ) -> Tensor:
     """x (b, t, c) behind its short causal convolution (an nn.Conv1d) and activation, 0 on padding before and after.
 
-    What the cache holds at `place` of earlier tokens stands before x; then it holds each row's last tokens that exist, so that
-    a prompt may be padded on the right as well.
+    What the cache holds at `place` of earlier tokens stands before x; then it holds each row's last tokens that exist. Padding
+    may be anywhere in a row, since the convolution reads the tokens that exist first, side by side.
     """
     hook = getattr(conv, "_hf_hook", None)  # accelerate fetches the weights of a module that is called, and this one is not
     if hook is not None:
         hook.pre_forward(conv)
     t, silu = x.shape[1], activation in SILU
-    x = x if mask is None else x.masked_fill(~mask[..., None], 0)
+    x, order = x if mask is None else x.masked_fill(~mask[..., None], 0), None
+    # Whether a token comes after padding; a GPU is not asked, since the host would wait for it.
+    if mask is not None and (x.device.type != "cpu" or is_tracing(x) or (mask[:, 1:] > mask[:, :-1]).any()):
+        order = mask.int().argsort(dim=1, descending=True, stable=True)[..., None].expand_as(x)
+        x = x.gather(1, order)
     if cache is not None:
         taps = conv.kernel_size[0]
         x = cache.update_conv_state(x.transpose(1, 2), place, conv_kernel_size=taps).transpose(1, 2)
         if mask is not None:
-            last = torch.where(mask, torch.arange(1, t + 1, device=x.device), 0).amax(-1)  # 0: none of these tokens exists
-            at = (x.shape[1] - t + last)[:, None] + torch.arange(-taps, 0, device=x.device)
+            at = (x.shape[1] - t + mask.sum(-1))[:, None] + torch.arange(-taps, 0, device=x.device)
             window = x.gather(1, at.clamp_min(0)[..., None].expand(-1, -1, x.shape[2])).masked_fill((at < 0)[..., None], 0)
             state: Any = cache.get_conv_state(place)
             state.copy_(window.transpose(1, 2))
@@ -387,6 +391,7 @@ def convolve(
         hook.post_forward(conv, None)
     if not silu and activation != "identity":
         y = ACT2FN[activation](y)
+    y = y if order is None else torch.zeros_like(y).scatter(1, order, y)
     return y if mask is None else y.masked_fill(~mask[..., None], 0)
 
 

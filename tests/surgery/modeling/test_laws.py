@@ -75,19 +75,22 @@ def test_a_backbone_reads_a_cache_under_either_name(name: str, argument: str) ->
 
 @FAMILIES
 @NULLS
-@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("side", ["left", "right", "inside"])
 def test_padded_is_alone(name: str, null: float | None, side: str) -> None:
     """The prompt, the tokens that are decoded after it one by one, and a second chunk."""
     hybrid, ids = make_hybrid(name, null), make_rows(3)
     lengths, after = [23, 9, 2], make_rows(3, 6, seed=5)
-    mask = torch.stack([torch.arange(23) < n if side == "right" else torch.arange(23) >= 23 - n for n in lengths]).long()
+    places = {"left": torch.arange(22, -1, -1), "right": torch.arange(23), "inside": torch.arange(23) * 7 % 23}[side]
+    mask = torch.stack([places < n for n in lengths]).long()
     padded = torch.zeros_like(ids)
     for row, n in enumerate(lengths):
         padded[row, mask[row].bool()] = ids[row, :n]
     cache = DynamicCache(config=hybrid.config)
     parts = [logits(hybrid, padded, attention_mask=mask, cache_params=cache, use_cache=True)]
-    for part in after.split([1, 1, 4], dim=1):
-        mask = torch.cat([mask, torch.ones_like(part)], 1)
+    gap = 3 * (side == "inside")  # as between two turns of a conversation
+    behind = torch.cat([after[:, :2], after.new_zeros(3, gap), after[:, 2:]], 1)
+    for part, real in zip(behind.split([1, 1, gap + 4], 1), torch.arange(gap + 6).split([1, 1, gap + 4]), strict=True):
+        mask = torch.cat([mask, ((real < 2) | (real >= gap + 2)).long().expand(3, -1)], 1)
         parts.append(logits(hybrid, part, attention_mask=mask, cache_params=cache, use_cache=True))
     together = torch.cat(parts, 1)
     for row, n in enumerate(lengths):
