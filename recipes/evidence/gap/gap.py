@@ -27,6 +27,7 @@ import surgery
 from surgery.evaluation.costs import cache_bytes, read_context
 from surgery.evaluation.statistics import share_closed
 from surgery.evaluation.suites import Given, Measurement, measurements, twice
+from surgery.models.digests import fingerprint
 from surgery.planning.choose import make_plan
 from surgery.probes import make_probe, training_options
 from surgery.records.plan import Plan
@@ -245,7 +246,7 @@ class Seed:
         row["cache_bytes"] = cache_bytes(read_context(adopt(held), tokens))
         if name == "base":
             row["sites"] = {str(n): [str(site) for site in self.plan(n).sites] for n in (1, 2, 4)}
-            row["provenance"] = provenance(f"gap {self.seed}", "", self.seed).model_dump(mode="json")
+            row["provenance"] = provenance(f"gap {self.seed}", fingerprint(self.base), self.seed).model_dump(mode="json")
         return {**row, "cpu_seconds": round(time.process_time() - started, 1)}
 
 
@@ -275,6 +276,7 @@ def add_row(record: Path, row: dict[str, Any]) -> None:
 def measure_all(seeds: list[int], record: Path = RECORD, cells: Any = None, make: Any = Seed) -> None:
     """Measure the cells that the record does not hold, seed by seed, and say beforehand how long it takes."""
     rows = read_rows(record)
+    bases = {row["seed"]: row["provenance"]["fingerprint"] for row in rows if "provenance" in row}
     done = {(row["seed"], row["model"], row["share"]) for row in rows}
     todo = [(seed, name, share) for seed in seeds for name, share in cells or list_cells() if (seed, name, share) not in done]
     spent = {(row["model"], row["share"]): row["cpu_seconds"] for row in rows}
@@ -283,6 +285,8 @@ def measure_all(seeds: list[int], record: Path = RECORD, cells: Any = None, make
     current = make(seeds[0])
     for number, (seed, name, share) in enumerate(todo):
         current = current if current.seed == seed else make(seed)
+        if bases.get(seed) and bases[seed] != fingerprint(current.base):  # of other code, or other instructions
+            raise RuntimeError(f"seed {seed}: {record.name} was measured on another training of the base; remove its rows")
         say(f"cell {number + 1} of {len(todo)}: seed {seed}, {name}, {share:.1%} of the tokens")
         add_row(record, current.measure(name, share))
 
@@ -331,10 +335,7 @@ n-gram cache is no rival here: a question's last words stand in no record.{missi
 
 NOTHING = """# How much of the gap does an edit close?
 
-Nobody knows yet. A share needs a base, its twin with attention from the first step on, an edit tuned on {equal:.0%} of the
-pretraining tokens, and a rival. Of the seed that is furthest, {done} of {all} models are measured.
-
-    python recipes/evidence/gap/gap.py --seeds {next} --page
+Not known yet: {done} of {all} models of a seed are measured. `gap.py --seeds {next} --page` goes on.
 """
 
 
@@ -384,7 +385,7 @@ def write_page(rows: list[dict[str, Any]]) -> str:
     names = {main: "**two located heads**"} | {(name, EQUAL): words for name, words in EDITS.items()}
     rivals = {(name, 0.0 if name == "prompt twice" else EQUAL): words for name, words in RIVALS.items()}
     if not {main, twin} <= at.keys() or not rivals.keys() & at.keys():
-        return NOTHING.format(equal=EQUAL, done=len(rows), all=len(cells), next=seeds[0] if seeds else 1)
+        return NOTHING.format(done=len(rows), all=len(cells), next=seeds[0] if seeds else 1)
     best = max((cell for cell in rivals if cell in at), key=lambda cell: mean(rows, cell, "kv.64"))
     beaten = mean(rows, best, "kv.64") > mean(rows, main, "kv.64")
     tables = [["two located heads, tokens of tuning", *QUESTIONS.values(), "64 pairs, to the layer twin"]]
@@ -491,8 +492,7 @@ def main() -> None:
     if given.seeds:
         measure_all(given.seeds)
     if given.page:
-        if any(row["model"] == "twin" for row in read_rows()):
-            draw(read_rows(), HERE / "gap.png")
+        draw(read_rows(), HERE / "gap.png")
         write_text(HERE / "README.md", write_page(read_rows()))
 
 
