@@ -103,9 +103,9 @@ questions); the heads that both have; and how alike the slopes are by which all 
 """
 
 
-def read_rows(shape: str | None = None) -> list[Row]:
+def read_rows() -> list[Row]:
     """Those of models that all seeds have."""
-    rows = sorted(gap.read_rows(record_of(shape)), key=lambda row: row["seed"])
+    rows = sorted(gap.read_rows(record_of(None)), key=lambda row: row["seed"])
     counts = Counter((row["model"], row["share"]) for row in rows)
     return [row for row in rows if counts[row["model"], row["share"]] == len({row["seed"] for row in rows})]
 
@@ -139,8 +139,14 @@ def savings(rows: list[Row], cells: list[tuple[str, float]]) -> list[list[str]]:
         figures = [f"{np.mean(saved(rows, cell, asked)):+.3f}" for asked in COLUMNS]
         over = gap.show(gap.shares(rows, cell, f"bigrams.{LENGTH}", "twin"))
         each, of_all = (closed_by_seed(rows, cell, asked) for asked in (f"bigrams.{LENGTH}", "text"))
-        lines.append([named(cell), f"{at[cell]['trained']:,}", cache, *figures, each, over, of_all])
+        missing = seeds_of(rows, BASE_CELL) - seeds_of(rows, cell)
+        words = f"{named(cell)}, seed {', '.join(map(str, sorted(seeds_of(rows, cell))))} alone" if missing else named(cell)
+        lines.append([words, f"{at[cell]['trained']:,}", cache, *figures, each, over, of_all])
     return lines
+
+
+def seeds_of(rows: list[Row], cell: tuple[str, float]) -> set[int]:
+    return {row["seed"] for row in rows if (row["model"], row["share"]) == cell}
 
 
 def closed_by_seed(rows: list[Row], cell: tuple[str, float], asked: str) -> str:
@@ -151,7 +157,7 @@ def closed_by_seed(rows: list[Row], cell: tuple[str, float], asked: str) -> str:
 def answers(rows: list[Row]) -> list[list[str]]:
     """What models answer of other kinds of questions."""
     lines = [["", *ANSWERS.values()]]
-    for cell in ANSWERING:
+    for cell in (cell for cell in ANSWERING if seeds_of(rows, cell) == seeds_of(rows, BASE_CELL)):
         closed = [f" ({closed_by_seed(rows, cell, asked)})" * (cell != BASE_CELL) for asked in ANSWERS]
         figures = [gap.mean(rows, cell, asked) + each for asked, each in zip(ANSWERS, closed, strict=True)]
         lines.append(["the base" if cell == BASE_CELL else named(cell), *figures])
@@ -162,7 +168,7 @@ def other_bases() -> str:
     """Of each other base that is measured, with its twin: what it is, and the table."""
     said = []
     for shape in SHAPES:
-        rows = read_rows(shape)
+        rows = sorted(gap.read_rows(record_of(shape)), key=lambda row: row["seed"])
         at = {(row["model"], row["share"]): row for row in rows}
         if ("twin", 0.0) not in at:
             continue
@@ -172,7 +178,9 @@ def other_bases() -> str:
         seeds = sorted({row["seed"] for row in rows})
         words = f"**A {'Mamba-1' if shape == 'mamba1' else 'Mamba-2'} of {numbers:,} parameters**, seed{'s' * (len(seeds) > 1)}"
         words += f" {', '.join(map(str, seeds))}; heads {heads}. The base's own loss is {own_losses(rows)}."
-        same = [cell for cell in BRIEF[1:] if cell in at and at[cell]["results"] == at[BASE_CELL]["results"]]
+        base = {row["seed"]: row["results"] for row in rows if row["model"] == "base"}
+        changed = {(row["model"], row["share"]) for row in rows if row["results"] != base[row["seed"]]}
+        same = [cell for cell in BRIEF[1:] if cell in at and cell not in changed]
         closed = f"\n\nClosed in tuning, so that every answer is the base's: {'; '.join(map(named, same))}." if same else ""
         said.append(f"{words}\n\n{table(savings(rows, BRIEF))}{closed}\n\n{table(answers(rows))}")
     return "\n\n".join(said) or "None is measured."
