@@ -373,11 +373,13 @@ def convolve(
     if hook is not None:
         hook.pre_forward(conv)
     t, silu = x.shape[1], activation in SILU
-    x, order = x if mask is None else x.masked_fill(~mask[..., None], 0), None
-    # Whether a token comes after padding; a GPU is not asked, since the host would wait for it.
-    if mask is not None and (x.device.type != "cpu" or is_tracing(x) or (mask[:, 1:] > mask[:, :-1]).any()):
-        order = mask.int().argsort(dim=1, descending=True, stable=True)[..., None].expand_as(x)
-        x = x.gather(1, order)
+    order = None
+    if mask is not None:
+        x = x.masked_fill(~mask[..., None], 0)
+        # Whether a token comes after padding; a GPU is not asked, since the host would wait for it.
+        if x.device.type != "cpu" or is_tracing(x) or (mask[:, 1:] > mask[:, :-1]).any():
+            order = mask.int().argsort(dim=1, descending=True, stable=True)[..., None].expand_as(x)
+            x = x.gather(1, order)
     if cache is not None:
         taps = conv.kernel_size[0]
         x = cache.update_conv_state(x.transpose(1, 2), place, conv_kernel_size=taps).transpose(1, 2)

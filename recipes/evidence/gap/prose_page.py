@@ -103,9 +103,12 @@ questions); the heads that both have; and how alike the slopes are by which all 
 """
 
 
-def read_rows() -> list[Row]:
+def read_rows(shape: str | None = None) -> list[Row]:
+    return sorted(gap.read_rows(record_of(shape)), key=lambda row: row["seed"])
+
+
+def of_all_seeds(rows: list[Row]) -> list[Row]:
     """Those of models that all seeds have."""
-    rows = sorted(gap.read_rows(record_of(None)), key=lambda row: row["seed"])
     counts = Counter((row["model"], row["share"]) for row in rows)
     return [row for row in rows if counts[row["model"], row["share"]] == len({row["seed"] for row in rows})]
 
@@ -139,9 +142,9 @@ def savings(rows: list[Row], cells: list[tuple[str, float]]) -> list[list[str]]:
         figures = [f"{np.mean(saved(rows, cell, asked)):+.3f}" for asked in COLUMNS]
         over = gap.show(gap.shares(rows, cell, f"bigrams.{LENGTH}", "twin"))
         each, of_all = (closed_by_seed(rows, cell, asked) for asked in (f"bigrams.{LENGTH}", "text"))
-        missing = seeds_of(rows, BASE_CELL) - seeds_of(rows, cell)
-        words = f"{named(cell)}, seed {', '.join(map(str, sorted(seeds_of(rows, cell))))} alone" if missing else named(cell)
-        lines.append([words, f"{at[cell]['trained']:,}", cache, *figures, each, over, of_all])
+        seeds = seeds_of(rows, cell)
+        few = f", seed {', '.join(map(str, sorted(seeds)))} alone" if seeds < seeds_of(rows, BASE_CELL) else ""
+        lines.append([named(cell) + few, f"{at[cell]['trained']:,}", cache, *figures, each, over, of_all])
     return lines
 
 
@@ -168,7 +171,7 @@ def other_bases() -> str:
     """Of each other base that is measured, with its twin: what it is, and the table."""
     said = []
     for shape in SHAPES:
-        rows = sorted(gap.read_rows(record_of(shape)), key=lambda row: row["seed"])
+        rows = read_rows(shape)
         at = {(row["model"], row["share"]): row for row in rows}
         if ("twin", 0.0) not in at:
             continue
@@ -236,7 +239,7 @@ def write_page(rows: list[Row]) -> str:
         closer=CLOSER_BY,
         table=table(savings(rows, list_cells())),
         others=other_bases(),
-        minutes=sum(spent(row) for shape in (None, *SHAPES) for row in gap.read_rows(record_of(shape))) / 60,
+        minutes=sum(spent(row) for shape in (None, *SHAPES) for row in read_rows(shape)) / 60,
     )
 
 
@@ -253,17 +256,13 @@ def table(lines: list[list[str]]) -> str:
 def transfer(rows: list[Row]) -> list[list[str]]:
     """What each model answers."""
     lines = [["", "heads, by seed", "steps", "nats saved on bigrams", *list(QUESTIONS)[1:], "nats saved on all tokens"]]
-    cells = [
-        ("the base", BASE_CELL, ""),
-        ("the twin (attention at the heads for bigrams)", ("twin", 0.0), ""),
-        ("the n-gram cache", ("copy cache", 0.0), ""),
-    ]
-    cells += [("the base, which reads the prompt twice", ("prompt twice", 0.0), "")]
+    cells = [("the base", BASE_CELL, ""), ("the twin (attention at the heads for bigrams)", ("twin", 0.0), "")]
+    cells.append(("the n-gram cache", ("copy cache", 0.0), ""))
+    cells.append(("the base, which reads the prompt twice", ("prompt twice", 0.0), ""))
     for kind, (cell, _) in QUESTIONS.items():
         cells += [(f"an edit for {kind}, untrained", (cell[0], 0.0), kind), (f"an edit for {kind}", cell, kind)]
-    cells += [
-        (f"that for repeated bigrams, with hints and a KL weight of {CLOSER_BY:.0f}", (HINTED, gap.EQUAL), "repeated bigrams")
-    ]
+    held = f"that for repeated bigrams, with hints and a KL weight of {CLOSER_BY:.0f}"
+    cells.append((held, (HINTED, gap.EQUAL), "repeated bigrams"))
     for words, cell, kind in cells:
         own = [row for row in rows if (row["model"], row["share"]) == cell]
         if not own:
@@ -337,6 +336,6 @@ def draw(rows: list[Row], path: Path) -> None:
 
 def main() -> None:
     """Write the page."""
-    rows = read_rows()
+    rows = of_all_seeds(read_rows())
     draw(rows, gap.HERE / "prose.png")
     write_text(gap.HERE / "prose.md", write_page(rows))
