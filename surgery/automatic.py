@@ -18,10 +18,10 @@ from surgery.runtime.progress import duration, size
 from surgery.tuning.loop import STATE, checkpoints
 from surgery.tuning.stopping import PATIENCE
 
-HELD_OUT = 10  # of a text, the last part of so many is measured on
+HELD_OUT = 10  # the last tenth of a text is measured on
 LARGEST = 64  # pairs of a dictionary in training examples and in bench
 TOKENS_PER_PAIR = 4  # of a dictionary
-BACKWARD = 3  # a step of training takes so many forward passes
+BACKWARD = 3  # forward passes that a training step costs
 RATE = 0.1  # a learning rate times the root of the hidden size: Adam then moves every weight by about a tenth of itself a step
 
 
@@ -159,6 +159,6 @@ def estimate(recipe: Recipe, seen: Look) -> Estimate:
 
 
 def _numbers(value: Any, default: int) -> list[int]:
-    """Of an option that is a number or a range; the default for what the probe will refuse."""
+    """The numbers of an option (one, or a range); the default where the probe will refuse it."""
     given = list(value) if isinstance(value, list | tuple) else [value]
     return given if given and all(type(number) is int for number in given) else [default]

@@ -24,8 +24,8 @@ COMMANDS = """\
 
 <!-- written by tools/pages.py from the help of each command -->
 
-`surgery COMMAND --help` prints the same. `-h` is short for `--help`. Exit status: 0 done; 1 the answer is no (`run`, `check`,
-`bench --require`); 2 an input cannot be used, and the line on standard error says why; 130 interrupted.
+`surgery COMMAND --help` prints the same. Exit status: 0 done; 1 declined, or a skill lost (`run`), a fault (`check`),
+`--require` not met (`bench`); 2 an input cannot be used, and the line on standard error says why; 130 interrupted.
 """
 SETTINGS = """\
 # Settings

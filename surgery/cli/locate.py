@@ -34,6 +34,6 @@ def locate(
     for each in ranking.heads[:10]:
         gain = "-" if each.gain is None else f"{each.gain.mean:+.3f}"
         show(f"{each.name:14}{each.slope:+12.3f}{gain:>9}  {each.roles.role if each.roles else '-'}")
-    show("attribution: slope of the loss as attention opens at the head, nats a question; gain: measured, attention untrained")
+    show("attribution: fall of the loss as attention opens at the head, nats a question; gain: measured, attention untrained")
     show(ranking.circuit.sentence if ranking.circuit else "")
     show(f"Ranking: {out}")

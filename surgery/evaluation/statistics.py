@@ -30,7 +30,7 @@ Key = TypeVar("Key")
 
 
 class Intervals(NamedTuple):
-    """Of columns: the mean and both ends, each (columns,), and over how many questions."""
+    """The mean of each column and both ends of its interval, each (columns,), and the number of questions."""
 
     mean: np.ndarray
     low: np.ndarray

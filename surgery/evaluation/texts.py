@@ -21,7 +21,7 @@ from surgery.records.recipe import TOY, Data
 from surgery.records.report import OnText
 from surgery.tuning.text import open_text
 
-CHARACTERS = 16  # of a text, so many are tokenised for each token that is wanted; all of it where that is too few
+CHARACTERS = 16  # tokenised for each token that is wanted; the whole text where these are too few
 
 
 @dataclass(frozen=True)

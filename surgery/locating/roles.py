@@ -375,9 +375,8 @@ def describe_circuit(ablator: Ablator, gather: Sequence[Costs], aggregate: Seque
 
     found = f"{listed(aggregate, 'aggregate')} at the query"
     them = "them" if len(aggregate) > 1 else "it"
-    left = f"ablating {them} there takes the accuracy from {accuracy()} to"
-    left += f" {accuracy(*((each, 'query') for each in aggregate))}"
+    left = f"accuracy falls from {accuracy()} to {accuracy(*((each, 'query') for each in aggregate))} without {them} there"
     if not gather:
         return f"{found}, and nothing was found to gather; {left}."
     places = [(each, each.end) for each in gather]
-    return f"{listed(gather, 'gather')} at the ends of records; {found}; {left}, ablating what gathers, to {accuracy(*places)}."
+    return f"{listed(gather, 'gather')} at the ends of records; {found}; {left}, to {accuracy(*places)} without what gathers."

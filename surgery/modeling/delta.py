@@ -46,7 +46,7 @@ try:
 except ImportError:
     from .delta_reference import delta_rule, delta_step, unit
 
-SHARPNESS = 32.0  # below 8 a graft harms, from 32 on nothing more is gained (docs/derivations.md)
+SHARPNESS = 32.0  # chosen by trial (docs/derivations.md)
 
 
 class DeltaMixer(GraftMixer):

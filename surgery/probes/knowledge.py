@@ -25,7 +25,7 @@ from surgery.records.record import Record, first_error
 from surgery.runtime.files import read_text
 
 Part = Literal["tune", "bench"]
-SHARE = 4  # one fact in so many is for planning and tuning
+SHARE = 4  # a quarter of the facts is for planning and tuning
 DRAWN = 10  # choices of a fact that brings none
 CAPITALS = Path(__file__).parent / "capitals.jsonl"
 

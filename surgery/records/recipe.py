@@ -103,8 +103,8 @@ class PlanOptions(Record):
     gate: Share = 0.5
     """g, the share of attention where a graft is open, at the start; it is trained. For kind head."""
     share: Annotated[Number, Field(gt=0, lt=1)] | None = 0.01
-    """The share of plain text on which a graft may act: its null key is set so that this is the mean open share on
-    data.train_text. null: no null key; attention acts at every token, as up to version 0.30. For kind head."""
+    """The mean open share of an untrained graft on data.train_text, by which its null key is set. null: no null key; attention
+    acts at every token, as up to version 0.30. For kind head."""
     keep_skills: bool = False
     """Null keys read the query: they are fitted to be open at the answers that locate.probe asks for, and closed on text and on
     questions about the other skills (data.skills). For kind head."""

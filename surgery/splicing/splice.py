@@ -33,7 +33,7 @@ NARROWEST = 32  # the least width of queries and keys, unless the plan says
 
 @contextmanager
 def measuring(models: Iterable[Any]) -> Iterator[None]:
-    """Within it these models are in eval mode; then all of their modules and parameters are as they were."""
+    """Put these models in eval mode, and afterwards their modules and parameters back as they were."""
     models = list(models)
     modes = [(module, module.training) for model in models for module in model.modules()]
     learning = [parameter for model in models for parameter in model.parameters() if parameter.requires_grad]

@@ -115,11 +115,11 @@ def main() -> None:
             "small": locate(small, tokenizer, what)[0].model_dump(mode="json"),
         }
         write_text(HERE / "circuit.json", json.dumps(entry, indent=1) + "\n")
-    rows = ["| asked | minutes, of the processor | the small model alone | hidden in the large one |", "|---|---|---|---|"]
+    rows = ["| asked | minutes, processor minutes | the small model alone | hidden in the large one |", "|---|---|---|---|"]
     for what, found in entry["measured"].items():
         times = f"{found['seconds'] / 60:.1f}, {found['processor_seconds'] / 60:.1f}"
         rows.append(f"| {what} | {times} | {found['small']['sentence']} | {found['large']['sentence']} |")
-    said = f"Said beforehand, for retrieval: {entry['estimated_seconds'] / 60:.1f} minutes."
+    said = f"Estimated, for retrieval: {entry['estimated_seconds'] / 60:.1f} minutes."
     where = ", ".join(f"{name} became {place}" for name, place in names.items() if "H" not in name)
     page = read_text(HERE / "README.md")
     page = page[: page.index(BEGIN) + len(BEGIN)]

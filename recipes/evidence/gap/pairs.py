@@ -66,7 +66,7 @@ PAGE = """# Which heads of the layer?
 
 Every pair of heads of the located layer, and all eight, on the {seeds} bases of [the gap](README.md): tuned on the rows, for
 the steps and at the rate of the edit, once with null keys, once without. {limit} questions of a kind; means over seeds, of
-{models:,} models in all. As the base: of the answers with 64 pairs, the share of models that change at most 2%. In the second
+{models:,} models in all. “As the base”: the share of models that change at most 2% of the answers with 64 pairs. In the second
 table "rank" is that of the located pair among the {count} pairs of its layer, 1 for the best.
 
 {table}

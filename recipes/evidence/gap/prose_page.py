@@ -86,7 +86,7 @@ by seed, where a gap to the twin is shown.
 Each edit is two heads, located by one kind of question and tuned on rows of it and of text with {equal:.0%} of the tokens.
 Dictionaries have 32 pairs; the 16 keys of joint recall are of two words, each of which is in four. The {asked} questions
 are about running text (who, where, which number): they repeat a sentence of a passage up to the answer (`running_text.py`),
-of all novels from which no model has learnt, those of locating among them; without the question, these rules answer {guessed}.
+of novels from which no model has learnt, including those of locating; without the question, these guesses score {guessed}.
 Means over seeds; of questions, in brackets, the share closed by seed. Of dictionaries and joint recall the twin, whose
 attention is at the heads for bigrams, learnt less than its base.
 
@@ -213,9 +213,9 @@ def write_page(rows: list[Row]) -> str:
     verdict += f" {gain(MAIN):.3f}, and attention there from the first step on {gain(('twin', 0.0)):.3f}; on all tokens"
     verdict += f" {gain(best, 'text'):.3f}, {gain(MAIN, 'text'):.3f} and {gain(('twin', 0.0), 'text'):.3f}."
     recall = {name: sum(recalls(row) for row in rows if row["model"] == name) for name in ("base", "twin", "twin layer")}
-    verdict += f"\n{recall['base']} of {len(seeds)} bases lose less on repeated rare bigrams than on other tokens, and so"
     twins = sum(row["model"] in gap.TWINS for row in rows)
-    verdict += f" recall; {recall['twin'] + recall['twin layer']} of {twins} twins do."
+    verdict += f"\n{recall['twin'] + recall['twin layer']} of {twins} twins and {recall['base']} of {len(seeds)} bases recall:"
+    verdict += " they lose less on repeated rare bigrams than on other tokens."
     seen = {kind: [row["tokens"][kind] for row in rows if row["model"] == "base"] for kind in SEEN}
     pairs, predictor = compare(rows)
     return PAGE.format(
@@ -308,8 +308,8 @@ def compare(rows: list[Row]) -> tuple[list[list[str]], str]:
     found = [float(spearmanr(closed[known], alike[np.ix_(order, order)][known]).statistic) for order in orders]
     as_much = sum(each >= found[0] - 1e-9 for each in found)  # the first order is the one that was measured
     said = f"Rank correlation of the share with how alike the slopes are, over {known.sum()} pairs of kinds (means over"
-    said += f"\nseeds): {found[0]:.2f}. Of the {len(orders)} ways to exchange the kinds {as_much} give as much (Mantel's test)."
-    return lines, said
+    said += f"\nseeds): {found[0]:.2f}. {as_much} of the {len(orders)} permutations of kinds correlate as strongly"
+    return lines, f"{said} (Mantel's test)."
 
 
 def draw(rows: list[Row], path: Path) -> None:

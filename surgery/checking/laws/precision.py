@@ -1,4 +1,4 @@
-"""Float32 is float64 rounded, and 16 bits are that rounded coarsely: by no more than the rounding of weights explains."""
+"""Logits in float32 and in 16 bits differ from those of float64 by no more than the rounding of weights explains."""
 
 import re
 
@@ -50,6 +50,6 @@ def compares(config) -> bool:
 LAW = Law(
     "precision",
     "in 16 bits the state overflows, or is rounded at every token",
-    "keep the model in float32, or its state (bfloat16 in place of float16)",
+    "keep the model or its state in float32, or take bfloat16, not float16",
     cases,
 )

@@ -1,5 +1,7 @@
-"""A model in train mode computes what it computes in eval mode. Grafts, which in eval mode alone take a small open share for 0
-(plan.closed_below), are compared without that."""
+"""A model in train mode computes what it computes in eval mode.
+
+Grafts, which in eval mode alone take a small open share for 0 (plan.closed_below), are compared without that.
+"""
 
 from typing import Any
 
