@@ -6,7 +6,7 @@ of the shape (2, 1, 97). Exits with 1 while the fault is there.
 
 from plain import ids, judge, make
 
-CELLS = {"cache, token by token": ("rwkv",), "right padding, then decoding": ("rwkv",)}
+CELLS = {"cache, token by token": ("rwkv",), "right padding": ("rwkv",)}
 
 if __name__ == "__main__":
     model, text = make("rwkv"), ids(2, 21)

@@ -1,43 +1,45 @@
-"""Pads behind a prompt, masked, change nothing: neither the prompt's logits, nor those of tokens decoded after it."""
+"""Pads behind a prompt, masked, change neither the prompt's logits nor those of the tokens behind the pads."""
 
 import torch
 
 from surgery.checking.law import PAD, Law, Subject
 
-PROMPT, NEW = 20, 3
+PROMPT, PADS, NEW = 20, 7, 3
+READ = PROMPT + PADS
 
 
 def cases(s: Subject):
-    pads = 7
-    ids = torch.cat([s.ids[:1, :PROMPT], torch.full((1, pads), PAD)], 1)
-    ids = torch.cat([ids, s.ids[1:2, : PROMPT + pads]])
+    text = s.ids[:1, : PROMPT + NEW]
+    padded = torch.cat([text[:, :PROMPT], torch.full((1, PADS), PAD), text[:, PROMPT:]], 1)
+    ids = torch.cat([padded, s.ids[1:2, : READ + NEW]])
     mask = torch.ones_like(ids)
-    mask[0, PROMPT:] = 0
-    places = (mask.cumsum(-1) - 1).clamp_min(0)
+    mask[0, PROMPT:READ] = 0
 
-    def named(mask, places):
-        return {"attention_mask": mask} | ({"position_ids": places} if s.takes("position_ids") else {})
+    def named(begin: int, end: int):
+        positions = {"position_ids": (mask.cumsum(-1) - 1)[:, begin:end]} if s.takes("position_ids") else {}
+        return {"attention_mask": mask[:, :end]} | positions
 
     def decoding():
-        _, cache = s.step(ids, **named(mask, places))
+        _, cache = s.step(ids[:, :READ], **named(0, READ))
         found = []
-        for step in range(NEW):
-            grown = torch.cat([mask, torch.ones(2, step + 1, dtype=mask.dtype)], 1)
-            at = torch.tensor([[PROMPT + step], [PROMPT + pads + step]])
-            token = torch.stack([s.ids[0, PROMPT + step : PROMPT + step + 1], s.ids[1, :1]])
-            logits, cache = s.step(token, cache, **named(grown, at))
+        for at in range(READ, READ + NEW):
+            logits, cache = s.step(ids[:, at : at + 1], cache, **named(at, at + 1))
             found.append(logits[:1])
         return torch.cat(found, 1), s.right[:, PROMPT : PROMPT + NEW]
 
+    def one_forward():
+        return s.logits(ids, **named(0, READ + NEW))[:1, READ:], s.right[:, PROMPT : PROMPT + NEW]
+
     return {
-        "the prompt": lambda: (s.logits(ids, **named(mask, places))[:1, :PROMPT], s.right[:, :PROMPT]),
+        "the prompt": lambda: (s.logits(ids[:, :READ], **named(0, READ))[:1, :PROMPT], s.right[:, :PROMPT]),
         "then decoding": decoding,
+        "then more in one forward": one_forward,
     }
 
 
 LAW = Law(
-    "right padding, then decoding",
-    "pads behind a shorter prompt enter its state before it is continued",
-    "pad on the left",
+    "right padding",
+    "pads behind a shorter prompt, or between turns, enter the state that is continued",
+    "pad on the left, and join turns before they are padded",
     cases,
 )
