@@ -165,12 +165,12 @@ class Bigrams:
         return asked
 
     def _ask(self, text: str, ranges: np.ndarray, row: np.ndarray, place: int, before: int) -> Question | None:
-        """None where the text up to the token has other tokens than the row, so that the question would be another one."""
-        begin, cut, stop = ranges[0, 0], ranges[place, 0], ranges[place, 1]
-        if not np.array_equal(self._tokenize(text[begin:stop])[0], row[: place + 1]):
-            return None
-        if not np.array_equal(self._tokenize(text[begin:cut])[0], row[:place]):
-            return None
+        """None where the text up to the token has other tokens than the row, so that the question would be another one. The
+        first does not count: it may be another at the beginning of a text."""
+        begin, cut, stop = ranges[0, 0], ranges[place - 1, 1], ranges[place, 1]  # a range may leave out the space before a word
+        for end, last in ((stop, place + 1), (cut, place)):
+            if not np.array_equal(self._tokenize(text[begin:end])[0][1 - last :], row[1:last]):
+                return None
         span = (int(ranges[before - 1, 0] - begin), int(ranges[before, 1] - begin))
         return Question(text[begin:cut], (text[cut:stop],), 0, (span,), 0)
 

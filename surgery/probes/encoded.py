@@ -1,6 +1,7 @@
 """Questions as rows of tokens for a model, and what its logits say of them.
 
-The score of a choice is the summed log-probability of its tokens behind the prompt (the protocol of arXiv 2504.18574).
+The score of a choice is the summed log-probability of its tokens behind the prompt (the protocol of arXiv 2504.18574). If they
+begin those of another choice, as "3" begins "31" where a digit is a token, the line break that ends it belongs to it.
 A row is a prompt and as much of a choice as other tokens of it follow: where all choices are single tokens, a question has one
 row. A question with one choice is open: its loss is that of writing the choice, among all texts, and it is right if greedy
 decoding would write it.
@@ -158,19 +159,21 @@ def encode(tokenizer: PreTrainedTokenizerBase, questions: Sequence[Question]) ->
     terms: list[tuple[int, int, int, int]] = []
     owners: list[int] = []
     query: list[int] = []
-    pairs = [divided(question.prompt, choice) for question in questions for choice in question.choices]
-    prompts = list(dict.fromkeys(prompt for prompt, _ in pairs))
+    pairs = [[divided(question.prompt, choice) for choice in question.choices] for question in questions]
+    prompts = list(dict.fromkeys(prompt for each in pairs for prompt, _ in each))
     prompt_ids = dict(zip(prompts, encode_prompts(tokenizer, prompts), strict=True))
-    choice_ids = iter(zip(pairs, encode_continuations(tokenizer, pairs), strict=True))
+    choice_ids = iter(encode_continuations(tokenizer, [pair for each in pairs for pair in each]))
     for q, question in enumerate(questions):
-        texts: list[list[int]] = []
-        for _ in question.choices:
-            (prompt, text), ids = next(choice_ids)
+        texts = [next(choice_ids) for _ in question.choices]
+        for (prompt, text), ids in zip(pairs[q], texts, strict=True):
             if not ids or not prompt_ids[prompt]:
                 raise UserError(
                     f"'{(text if prompt else question.prompt)[:40]}' has no tokens of its own behind '{prompt[-20:]}'"
                 )
-            texts.append(ids)
+        begun = [c for c, ids in enumerate(texts) if any(len(ids) < len(o) and o[: len(ids)] == ids for o in texts)]
+        ended = encode_continuations(tokenizer, [(prompt, pairs[q][c][1] + "\n") for c in begun])
+        for c, ids in zip(begun, ended, strict=True):
+            texts[c] = ids
         opening = prompt_ids[prompt]
         prefixes = sorted({tuple(ids[:i]) for ids in texts for i in range(len(ids))})
         row_of: dict[tuple[int, ...], int] = {}

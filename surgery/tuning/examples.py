@@ -66,12 +66,18 @@ def question_example(question: Question) -> Example:
 
 
 def encode_examples(tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example], kind: str = "examples") -> Part:
-    """Rows whose targets are the answers. A piece is tokenised as the continuation of those before it, as the probes do it.
-    Examples alone have evidence: in questions about other skills the grafts are to find nothing."""
+    """Rows whose targets are the answers, with the line break behind them where one number may begin another.
+
+    A piece is tokenised as the continuation of those before it, as the probes do it. Examples alone have evidence: in questions
+    about other skills the grafts are to find nothing.
+    """
     rows: list[list[int]] = []
     targets: list[list[int]] = []
     found: list[list[tuple[int, tuple[int, int]]]] = []  # of each row: a position with a target, and its evidence
-    flat = [[text for before, answer, _ in each.pieces for text in divided(before, answer)] for each in examples]
+    short, long = encode_continuations(tokenizer, [("bell:", "3"), ("bell:", "31")])
+    end = "\n" if 0 < len(short) < len(long) and long[: len(short)] == short else ""  # a digit is a token
+    pieces = [[(b.removeprefix(end) if i else b, answer + end) for i, (b, answer, _) in enumerate(e.pieces)] for e in examples]
+    flat = [[text for piece in each for text in divided(*piece)] for each in pieces]
     first = encode_prompts(tokenizer, [texts[0] for texts in flat])
     befores = [list(accumulate(texts)) for texts in flat]
     later = [
@@ -246,7 +252,8 @@ class Batches:
 
 
 def data_skills(data: Data) -> list[tuple[str, dict[str, Any]]]:
-    """The probes of data.skills with their options; auto: multiple choice only where facts have four choices."""
+    """The probes of data.skills with their options; auto: multiple choice only where facts have four choices. Raises UserError
+    for a file of facts that cannot be read."""
     names = ("choice", "knowledge") if data.skills == "auto" else data.skills
     if data.skills == "auto" and data.facts not in (TOY, "capitals"):
         parts: tuple[knowledge.Part, ...] = ("bench", "tune")

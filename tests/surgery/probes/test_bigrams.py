@@ -1,5 +1,6 @@
 """Repeated rare bigrams: the vectors against plain loops, and the questions about them."""
 
+import copy
 from collections import Counter
 from itertools import pairwise
 
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import processors
 
 from surgery.errors import UserError
 from surgery.probes import make_probe
@@ -74,8 +76,12 @@ def test_questions_are_texts_and_what_follows(tmp_path):
     names = ["Quillane Marrobb", "Eskuth Tovi"]
     text = " ".join(f"{names[i % 2]} went to the {'mill inn well church tower'.split()[i % 5]} at noon." for i in range(200))
     (tmp_path / "a.txt").write_text(text)
-    asked = make_probe("bigrams", TOKENIZER, source=str(tmp_path / "a.txt"), tokens=48, rare=1e5).questions(20, 0)
+    trimmed = copy.deepcopy(TOKENIZER)  # whose ranges leave out the space before a word
+    trimmed.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    options = {"source": str(tmp_path / "a.txt"), "tokens": 48, "rare": 1e5}
+    asked, again = (make_probe("bigrams", each, **options).questions(20, 0) for each in (TOKENIZER, trimmed))
     assert len(asked) == 20
+    assert [(each.prompt.lstrip(), each.choices) for each in again] == [(q.prompt.lstrip(), q.choices) for q in asked]
     for question in asked:
         assert question.prompt + question.choices[0] in text
         (begin, end), pair = question.spans[0], TOKENIZER.tokenize(question.prompt)[-1:]

@@ -1,7 +1,11 @@
 """Encoded questions: what is scored, and where in the text it is."""
 
+import string
+
 import pytest
 import torch
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from surgery.errors import UserError
 from surgery.probes import make_probe
@@ -113,6 +117,17 @@ def test_out_of_order_moves_the_records_alone():
 def test_what_has_no_tokens_is_refused(question):
     with pytest.raises(UserError):
         encode(TOKENIZER, [question])
+
+
+def test_a_value_that_begins_another_ends_with_its_line():
+    """Where a digit is a token, who is sure of every token of the right value answers it."""
+    letters = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(sorted({*string.printable}))}, merges=[]))
+    encoded = encode(PreTrainedTokenizerFast(tokenizer_object=letters), make_probe("kv", TOKENIZER, pairs=64).questions(20, 0))
+    logits = torch.zeros(len(encoded.points), len(string.printable))
+    right = encoded.terms[:, 1] == encoded.answers[encoded.terms[:, 0]]
+    logits[encoded.terms[right, 2], encoded.terms[right, 3]] = 20.0
+    assert encoded.correct(logits).all()
+    assert encoded.loss(logits).max() < 1e-5
 
 
 def test_logits_that_are_not_finite_are_refused(model):

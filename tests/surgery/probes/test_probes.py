@@ -110,6 +110,12 @@ def test_a_file_without_four_choices_gives_no_multiple_choice(tmp_path):
     assert {choice for question in asked for choice in question.choices} == {"東市", "西市", "南市"}
 
 
+@pytest.mark.parametrize("probe", ["choice", "knowledge"])
+def test_a_fact_of_a_file_is_asked_once(probe):
+    asked = [question.prompt.partition("\n")[0] for question in make_probe(probe, source="capitals").questions(500, 0)]
+    assert len(set(asked)) == len(asked)
+
+
 def test_parts_of_a_file_share_no_fact():
     tune, bench = (
         {question.prompt for question in make_probe("knowledge", source="capitals", part=part).questions(100, 1)}

@@ -2,11 +2,14 @@
 
 import random
 import re
+import string
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from surgery.errors import UserError
 from surgery.probes import make_probe
@@ -34,6 +37,17 @@ def test_targets_of_dictionaries_are_the_values_that_are_asked_for() -> None:
         assert torch.equal(part.targets[row][is_target], part.ids[row].roll(-1)[is_target])
         whole = "".join(before + answer for before, answer, _ in example.pieces)
         assert TOKENIZER.decode(part.ids[row]).startswith(whole)
+
+
+def test_the_line_break_is_taught_where_one_value_may_begin_another() -> None:
+    letters = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(sorted({*string.printable}))}, merges=[]))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=letters)
+    part = encode_examples(tokenizer, [example := dictionary_example(random.Random(0), 20, 3)])
+    is_target = part.targets[0] != IGNORE
+    written = "".join(map(tokenizer.convert_ids_to_tokens, part.targets[0][is_target].tolist()))
+    assert written == "".join(f"{answer}\n" for _, answer, _ in example.pieces)
+    whole = "".join(before + answer for before, answer, _ in example.pieces)
+    assert "".join(map(tokenizer.convert_ids_to_tokens, part.ids[0].tolist())) == f"{whole}\n"
 
 
 @pytest.mark.parametrize("probe", ["kv", "mqar", "choice"])
