@@ -32,7 +32,7 @@ from surgery.records.site import Site
 from surgery.runtime.files import read_text, settings_digest, write_text
 from surgery.runtime.progress import bar, say
 from surgery.splicing.splice import adopt, changed_since_splice, measuring
-from surgery.tuning.text import open_text, text_rows
+from surgery.tuning.text import check_known, open_text, text_rows
 
 COPY_ROWS = 32  # windows of training text on which a copy cache chooses its shares
 Values = dict[str, dict[str, np.ndarray]]
@@ -64,6 +64,8 @@ def bench(
     options, data = options or Bench(), data or Data()
     if not models:
         raise UserError("bench takes models by name, the base first, and there is none")
+    if "copy_cache" in options.controls:
+        check_known(data.train_text, tokenizer)
     given = Given(tokenizer, options, data, seed)
     asked = {each.name: each for each in [*measurements(given), *harness_measurements(given)]}
     base = next(iter(models))
@@ -171,7 +173,7 @@ def _untrained_controls(base: Any, print: str, given: Given, asked: Mapping[str,
         again = {name: each for name, measurement in asked.items() if (each := twice(measurement, given)) is not None}
         if again:
             found[f"{PREFIX}prompt_twice"] = _answers(base, print, "the prompt read twice", again, kept)
-    if "copy_cache" in given.options.controls and all(map(given.knows, given.data.train_text)):
+    if "copy_cache" in given.options.controls:
         sources = open_text(given.data.train_text, given.data.column)
         rows, _ = text_rows(sources, given.tokenizer, given.options.window, range(COPY_ROWS), given.seed)
         cache = fit_copy_cache(base, rows, given.options.batch_size)
@@ -186,7 +188,8 @@ def _costs(models: Mapping[str, Any], given: Given) -> dict[str, list[records.Co
     left = [name for name, model in models.items() if is_control(name) and not _sites(model)] + [f"{PREFIX}window"]
     models = {name: model for name, model in models.items() if name not in left}
     costs: dict[str, list[records.Cost]] = {name: [] for name in models}
-    places = [(context, batch) for context in given.lengths for batch in given.options.batches]
+    batches = sorted(given.options.batches, reverse=True)  # the price is the last: of one row, or the fewest, at the longest
+    places = [(context, batch) for batch in batches for context in sorted(given.lengths)]
     for context, batch in bar(places, "bench: timing"):
         reading = "speed" in given.options.suites
         for name, cost in measure_costs(models, context, batch, reading=reading).items():

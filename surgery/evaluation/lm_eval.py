@@ -10,6 +10,7 @@ import numpy as np
 
 from surgery.errors import UserError
 from surgery.evaluation.suites import Given, Measurement, digest
+from surgery.models.tokens import without_end_token
 from surgery.records.record import installed_version
 from surgery.runtime.files import file_digest
 
@@ -50,7 +51,8 @@ def _measurement(given: Given, manager: Any, name: str) -> Measurement:
         first[:] = asked
         return scores
 
-    seen = [name, installed_version("lm_eval"), options.task_limit, files, given.tokenizer.name_or_path]
+    words = [given.tokenizer.name_or_path, given.tokenizer.get_vocab()]
+    seen = [name, installed_version("lm_eval"), options.task_limit, files, words]
     return Measurement(f"task.{name}", name, name, "accuracy", digest(seen), ask)
 
 
@@ -60,7 +62,7 @@ def evaluate_task(model: Any, given: Given, manager: Any, name: str) -> tuple[np
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
 
-    words = copy.deepcopy(given.tokenizer)  # HFLM gives it a pad token
+    words = copy.deepcopy(without_end_token(given.tokenizer))  # HFLM gives it a pad token
     asker = HFLM(pretrained=model, tokenizer=words, backend="causal", batch_size=given.options.batch_size)
     try:
         found = simple_evaluate(

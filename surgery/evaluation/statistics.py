@@ -132,7 +132,8 @@ def p_value(base: np.ndarray, model: np.ndarray) -> float:
 
 
 def corrected(p: Mapping[Key, float], main: Key | None) -> dict[Key, float]:
-    """p-values as a report gives them: the main comparison's as it is, the others' by Holm's method among themselves."""
+    """p-values as a report gives them: that of the main comparison as it is, the others' by Holm's method among themselves.
+    main: its key, None if there is none."""
     others = sorted((value, i, key) for i, (key, value) in enumerate(p.items()) if key != main)
     result, least = dict(p), 0.0
     for rank, (value, _, key) in enumerate(others):

@@ -286,7 +286,7 @@ def _chosen_tokens(given: Given, name: str, label: str, short: str, losses: RowL
         whole = np.concatenate((np.zeros((len(values), 1)), values), 1)
         return np.add.reduceat(whole, np.arange(0, whole.shape[1], given.options.window), axis=1).ravel()
 
-    asked = digest([losses.rows.tolist(), np.argwhere(chosen).tolist()])
+    asked = digest([losses.rows.tolist(), np.argwhere(chosen).tolist(), given.options.window])
     return Measurement(
         name,
         label,

@@ -114,7 +114,7 @@ def lost(measurements: Mapping[str, Measurement], model: ModelReport) -> list[st
     for name, change in model.changes.items():
         is_loss = measurements[name].metric == "loss"
         fall, outside = change.mean if is_loss else -change.mean, change.low > 0 or change.high < 0
-        if outside and fall > (BOUND_OF_LOSS if is_loss else BOUND):
+        if change.n > 1 and outside and fall > (BOUND_OF_LOSS if is_loss else BOUND):
             falls.append((fall, f"{measurements[name].label} ({change.mean:+.3f})"))
     return [words for _, words in sorted(falls, reverse=True)]
 
@@ -168,7 +168,7 @@ def _said_of_losses(
             before, after, change = figure(base.results[name]), figure(model.results[name]), model.changes[name]
             words = f"{measurements[name].label} {before} to {after}"
             is_loss = measurements[name].metric == "loss"
-            if losses or (change.high < BOUND_OF_LOSS if is_loss else change.low > -BOUND):
+            if losses or (change.n > 1 and (change.high < BOUND_OF_LOSS if is_loss else change.low > -BOUND)):
                 kept.append(f"{words} ({change.mean:+.3f})")
             else:
                 unsure.append(f"{words} ({change}, n = {change.n:,})")

@@ -1,5 +1,7 @@
 """Bench: the same questions for all, what it says of models that are equal, better or changed, and what is measured twice."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -13,11 +15,11 @@ from surgery.evaluation.controls import CONTROLS, CopyCache, describe_model, fin
 from surgery.evaluation.costs import cache_bytes, measure_costs, read_context
 from surgery.evaluation.suites import SUITES, Given, measurements, twice
 from surgery.evaluation.texts import HeldOutText, measure_on_text, open_held_out, token_losses
-from surgery.evaluation.verdict import main_measurement
+from surgery.evaluation.verdict import lost, main_measurement
 from surgery.models.digests import fingerprint
 from surgery.records.plan import Plan, Start
 from surgery.records.recipe import Bench, Data
-from surgery.records.report import Report
+from surgery.records.report import Change, Report
 from surgery.splicing.splice import adopt, splice
 
 FOLDER = "checkpoints/tiny-mamba2"
@@ -270,6 +272,13 @@ def test_the_main_measurement_is_known_beforehand():
     assert main_measurement(["text", "needle.256", "needle.1024"]) == "needle.1024"
     assert main_measurement(["bigrams.512", "bigrams.2048", "other_tokens.2048"]) == "bigrams.2048"
     assert main_measurement(["text"]) == "text"
+
+
+def test_one_row_shows_no_loss():
+    measured = {"text": SimpleNamespace(metric="loss", label="held-out text")}
+    for n, said in ((1, []), (9, ["held-out text (+0.020)"])):
+        change = Change(mean=0.02, low=0.02, high=0.02, n=n, p=1.0)
+        assert lost(measured, SimpleNamespace(changes={"text": change})) == said
 
 
 def test_without_models_it_says_so(tokenizer):
