@@ -156,7 +156,7 @@ def look(
     numbers are not finite, and for a text that is too short.
     """
     print_ = fingerprint(model)
-    words = settings_digest(tokenizer.get_vocab())
+    words = settings_digest(tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else tokenizer.get_vocab())
     read = None if text is None else file_digest(text)
     key = [print_, installed_version("mamba-surgery"), seed, read, words, model.device.type]
     kept = cache_folder("look") / f"{settings_digest(key)}.json"

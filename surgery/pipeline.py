@@ -69,7 +69,7 @@ def run(
         )
         # What every stage depends on: the weights, the contents of files, the seed.
         print_ = fingerprint(base)
-        words = settings_digest(tokenizer.get_vocab())
+        words = settings_digest(tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else tokenizer.get_vocab())
         known = [print_, words, {str(path): file_digest(path) for path in recipe.data_files()}, recipe.seed]
         located = [*known, recipe.locate.model_dump(), recipe.plan.kind, recipe.plan.share, recipe.data.model_dump()]
         planned = [*located, recipe.plan.model_dump(), max(recipe.bench.pairs) if recipe.plan.heads == "auto" else None]
@@ -97,6 +97,8 @@ def run(
 def check_recipe(base: Any, tokenizer: Any, recipe: Recipe) -> None:
     """Raise UserError, before any work, for what a later stage could not do: sites and modules that the model lacks, and text,
     examples and questions that cannot be made."""
+    if any(not entry.get("of_base") for entry in getattr(base.config, "grafts", None) or ()):
+        raise UserError(f"{recipe.model} is a hybrid already; give its base")
     kind = recipe.plan.kind
     layer = next(iter(graft_mixers(adopt(base))), 0)  # of a model that has none, splice says why it cannot be grafted
     sites = recipe.plan.sites or (Site(layer, (0,) if kind == "head" else ()),)

@@ -1,6 +1,7 @@
 """export: a hybrid as a folder that others can load, proved equal in a fresh process before it takes its place."""
 
 import importlib
+import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from datetime import UTC, datetime
@@ -140,15 +141,19 @@ def write_export(
         files, name = beside.submit(list_files, folder), beside.submit(fingerprint, hybrid)
         if reader and process:
             proof = prove(process, hybrid, len(tokenizer), folder, reader=reader, verify=verify, base=str(place))
-    changed = set(changed_since_splice(hybrid))
-    if hybrid.name_or_path:
-        with suppress(UserError):  # if the folder that the hybrid was loaded from is no export
-            changed |= set(Export.read(Path(hybrid.name_or_path, RECORD)).changed)
-    if changed:
-        say(f"export: {len(changed)} of the base's own tensors were changed ('{min(changed)}'), as the card says")
-    origin = find_origin(place, home)
+    changed, origin = set(changed_since_splice(hybrid)), find_origin(place, home)
     if base is None and origin.revision is None:  # a plan may name a folder, seen from where it was made
         origin = origin.model_copy(update={"hub": False})
+    if hybrid.name_or_path:
+        with suppress(UserError):  # if the folder that the hybrid was loaded from is no export
+            source = Path(hybrid.name_or_path).resolve()
+            before = Export.read(source / RECORD)
+            changed |= set(before.changed)
+            if not origin.hub and Path(place).name in ("unknown", before.base.name) and not Path(place).is_dir():  # it moved
+                path = before.base.path and os.path.relpath(source / before.base.path, home.resolve())
+                origin = before.base.model_copy(update={"path": path})
+    if changed:
+        say(f"export: {len(changed)} of the base's own tensors were changed ('{min(changed)}'), as the card says")
     record = Export(
         format=format,
         toolkit=installed_version("mamba-surgery"),

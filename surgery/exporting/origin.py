@@ -33,7 +33,7 @@ class Origin(Record):
     def place(self, folder: Path) -> str:
         """The base's name as load() takes it. folder: holds this record."""
         beside = None if self.path is None else Path(os.path.normpath(folder.resolve() / self.path))
-        return str(beside) if beside is not None and beside.is_dir() else self.name
+        return str(beside) if beside is not None and (beside.is_dir() or not self.hub) else self.name
 
 
 def find_origin(base: str | Path, record: Path) -> Origin:

@@ -73,7 +73,8 @@ def write_patch(
     if not any(name in after and name not in changed for name, tensor in before.items() if tensor.dim() > 1):
         raise UserError(f"none of the hybrid's weight matrices is one of {base}; name its base with --base")
     save_file(changed, folder / WEIGHTS, metadata={"format": "pt"})
-    if words.get_vocab() != tokenizer.get_vocab() or OF_TOKENIZER(words) != OF_TOKENIZER(tokenizer):
+    cut = [each.backend_tokenizer.to_str() if each.is_fast else each.get_vocab() for each in (words, tokenizer)]
+    if cut[0] != cut[1] or OF_TOKENIZER(words) != OF_TOKENIZER(tokenizer):
         save_tokenizer(tokenizer, folder)
     hybrid.generation_config.to_json_file(folder / "generation_config.json", keys_to_pop=["compile_config"])
     theirs, fields = original.config.to_dict(), hybrid.config.to_dict()
@@ -136,8 +137,9 @@ def _join(patch: Patch, weights: dict[str, Tensor], original: PreTrainedModel, f
     with torch.device("meta"):
         hybrid = family.hybrid(config)
     values = base.state_dict() | weights
-    if hybrid.config.tie_word_embeddings:  # which are saved once
-        values |= {name: values[source] for name, source in hybrid.all_tied_weights_keys.items()}
+    stored = {*patch.base_tensors, *weights}  # tied matrices once; those that a folder holds twice are not tied
+    tied = {name: source for name, source in hybrid.all_tied_weights_keys.items() if name not in stored}
+    values |= {name: values[source] for name, source in tied.items()}
     state = hybrid.state_dict()
     if wrong := sorted(name for name, tensor in state.items() if name not in values or values[name].shape != tensor.shape):
         raise UserError(f"{folder / WEIGHTS} does not fit {RECORD}: the tensor '{wrong[0]}' is missing or has another shape")
@@ -149,7 +151,8 @@ def _join(patch: Patch, weights: dict[str, Tensor], original: PreTrainedModel, f
         if buffer.is_meta:
             owner, _, leaf = name.rpartition(".")
             hybrid.get_submodule(owner).register_buffer(leaf, buffers[name], persistent=False)
-    hybrid.tie_weights()
+    if tied:
+        hybrid.tie_weights()
     hybrid.base_sample = sample(base)
     for entry in (each for each in patch.grafts if each.get("kind") == "layer"):
         hybrid.mixer_at(entry["layer"]).replaced = [base.mixer_at(entry["layer"])]

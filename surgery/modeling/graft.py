@@ -221,7 +221,8 @@ class ChannelGraft(Graft):
     def queries_and_keys(
         self, mixer: Any, hidden: Tensor, streams: Streams, cache: Cache | None, mask: Tensor | None, packing: Packing | None
     ) -> tuple[Tensor, Tensor]:
-        """From x behind the base's convolution, as Mamba-1 makes C and B."""
+        """q and k (b, pairs, t, width), such that q . k is the score, from x behind the base's convolution, as Mamba-1 makes C
+        and B."""
         x = streams.x[..., 0]
         x = x.to(self.q_proj.weight.dtype) if is_plain(self.q_proj.weight) else x
         q, k = (proj(x).unflatten(-1, (len(self.pairs), self.width)) for proj in (self.q_proj, self.k_proj))

@@ -21,7 +21,6 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoT
 from surgery.errors import UserError, did_you_mean
 from surgery.modeling.graft import what_went
 from surgery.models import original
-from surgery.models.tokens import without_end_token
 from surgery.runtime.files import read_text
 from surgery.runtime.progress import say
 from surgery.splicing.splice import adopt, sample
@@ -108,6 +107,8 @@ def load(
     known, rows = words.vocab_size, model.get_input_embeddings().weight.shape[0]  # without tokens that were added later
     if known > rows:
         raise UserError(f"cannot use {name}: the tokenizer has {known:,} tokens and the model {rows:,}; is it another model's?")
+    if len(words) > rows:
+        say(f"{name}: {len(words) - rows:,} tokens were added and have no embedding; resize the model's before text holds them")
     return Checkpoint(model, words)
 
 
@@ -198,7 +199,8 @@ def check_files(folder: Path) -> None:
             raise UserError(f"{path} is not a plain file")
         if path.suffix in READ and path.exists() and not os.access(path, os.R_OK):
             raise UserError(f"cannot read {path}: permission denied")
-        if path.name.endswith((".safetensors.index.json", ".bin.index.json")):
+        whole = path.with_name(path.name.removesuffix(".index.json"))  # shards that it has replaced may have left their index
+        if path.name.endswith((".safetensors.index.json", ".bin.index.json")) and not whole.exists():
             original.read_index(path)
 
 
@@ -270,7 +272,7 @@ def read_tokenizer(place: str | Path, trust_remote_code: bool = False) -> Any:
         if not isinstance(words.model_max_length, int | float):
             raise UserError(f"the tokenizer {place}: model_max_length is {str(words.model_max_length)[:40]!r}, and no number")
         words("a 1")
-        return without_end_token(words)
+        return words
     except UserError:
         raise
     except BaseException as error:  # a panic of the tokenizers library is no Exception
@@ -294,7 +296,8 @@ def check_device(name: str) -> None:
 
 
 def choose_dtype(asked: str, stored: torch.dtype, device: str) -> torch.dtype:
-    """The dtype in which a model that is stored in another one computes."""
+    """The dtype in which a model that is stored in another one computes. asked: a recipe's dtype; auto is float32 on a
+    processor without instructions for the stored one."""
     if asked != "auto":
         return DTYPES.get(asked, stored)
     if not device.startswith("cpu") or stored not in NATIVE or NATIVE[stored] & processor_flags():

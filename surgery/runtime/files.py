@@ -112,9 +112,9 @@ def check_output_file(out: str | Path, inputs: Iterable[str | Path], *, overwrit
 
 
 def _check_writable(folder: Path) -> None:
-    """Make a folder, and raise UserError where nothing can be written to it."""
+    """Raise UserError where nothing can be written to a folder, or to that in which it would be made."""
+    folder = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(b"0")
             file.flush()
@@ -125,7 +125,7 @@ def _check_writable(folder: Path) -> None:
 class OutputFolder(AbstractContextManager["OutputFolder"]):
     """A folder that one command writes to; made by open_output, used within a `with`."""
 
-    def __init__(self, path: Path, lock: int | None, *, new: bool = False, empty: bool = False):
+    def __init__(self, path: Path, lock: int | None, *, new: Iterable[Path] = (), empty: bool = False):
         self.path = path
         self._lock, self._new, self._empty = lock, new, empty
         self._files: dict[str, str] = {}
@@ -141,9 +141,9 @@ class OutputFolder(AbstractContextManager["OutputFolder"]):
         (self.path / LOCK).unlink(missing_ok=True)
         os.close(self._lock)
         self._lock = None
-        if nothing and self._new:
+        for folder in self._new if nothing else ():
             with suppress(OSError):  # another run is there already
-                self.path.rmdir()
+                folder.rmdir()
 
     def write(self, name: str, text: str, settings: Any = None) -> Path:
         """Write one of our files. settings: what it depends on, which `is_made` compares."""
@@ -330,8 +330,9 @@ def open_output(
     present = check_output(path, inputs, resume=resume, overwrite=overwrite)
     if not is_main():
         return OutputFolder(path, None)
-    new = not path.exists()
+    new = [each for each in (path, *path.parents) if not each.exists()]
     _check_writable(path)
+    path.mkdir(parents=True, exist_ok=True)
     output = OutputFolder(path, _take_lock(path), new=new, empty=not present)
     try:
         if present:

@@ -224,7 +224,9 @@ def widen(target: Tensor, base: Tensor, groups: list[int], extra: float, random:
 
 def contain(source: Any, kind: Any, config: Any, with_adapters: bool = True) -> Any:
     """A model of another class around the modules and parameters of `source`, by name. with_adapters: or the modules that PEFT
-    has wrapped. Raises UserError for what the source lacks."""
+    has wrapped. Raises UserError for what the source lacks, and for a hybrid in the code that its folder carries."""
+    if getattr(source.config, "grafts", None) and type(source).__module__.startswith("transformers_modules"):
+        raise UserError("this hybrid runs the code of its folder; open it with surgery.load(FOLDER)")
     with torch.device("meta"):
         model = kind(config)
     modules: dict[str, Any] = dict(source.named_modules())
@@ -234,7 +236,8 @@ def contain(source: Any, kind: Any, config: Any, with_adapters: bool = True) -> 
     for name, module in list(model.named_modules()):
         theirs = modules.get(name)
         if theirs is None:
-            raise UserError(f"the {source.config.model_type} lacks the module '{name}' of a {config.model_type}")
+            wanted = f"the module '{name}' of a {config.model_type}"
+            raise UserError(f"a {type(source).__name__} lacks {wanted}; give the model itself, without a wrapper around it")
         if isinstance(module, LayerGraftMixer):
             module.replaced = theirs.replaced
         elif isinstance(theirs, LayerGraftMixer):

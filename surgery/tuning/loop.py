@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
+from accelerate.utils import GradientAccumulationPlugin
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -160,7 +161,12 @@ class Run:
         self.log = TuningLog(trained=sum(p.numel() for p in trained.values()))
         if missing := set(options.report_to) - {each.value for each in get_available_trackers()}:
             raise UserError(f"tune.report_to: {min(missing)} is not installed, or unknown to accelerate")
-        self.accelerator = Accelerator(cpu=over_gloo(), log_with=list(options.report_to) or None, project_dir=folder)
+        self.accelerator = Accelerator(
+            cpu=over_gloo(),
+            log_with=list(options.report_to) or None,
+            project_dir=folder,
+            gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),  # whatever the environment says
+        )
         self.processes, self.rank = self.accelerator.num_processes, self.accelerator.process_index
         for size, what in ((options.batch_size, "batch_size"), (options.text_batch_size, "text_batch_size")):
             if size % self.processes:

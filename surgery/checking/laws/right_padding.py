@@ -27,13 +27,13 @@ def cases(s: Subject):
             found.append(logits[:1])
         return torch.cat(found, 1), s.right[:, PROMPT : PROMPT + NEW]
 
-    def one_forward():
-        return s.logits(ids, **named(0, READ + NEW))[:1, READ:], s.right[:, PROMPT : PROMPT + NEW]
-
     return {
         "the prompt": lambda: (s.logits(ids[:, :READ], **named(0, READ))[:1, :PROMPT], s.right[:, :PROMPT]),
         "then decoding": decoding,
-        "then more in one forward": one_forward,
+        "then more in one forward": lambda: (
+            s.logits(ids, **named(0, READ + NEW))[:1, READ:],
+            s.right[:, PROMPT : PROMPT + NEW],
+        ),
     }
 
 

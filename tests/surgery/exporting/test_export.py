@@ -9,6 +9,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
+from tokenizers.processors import TemplateProcessing
 
 from surgery.errors import UserError
 from surgery.exporting import export as module
@@ -213,6 +214,9 @@ def test_what_a_base_brings_for_generating_does_not_matter_and_stays(tmp_path, i
     model.resize_token_embeddings(len(tokenizer) + 7)  # which are tied
     tokenizer.add_tokens([f"<{number}>" for number in range(9)], special_tokens=True)  # more than there are embeddings
     tokenizer.eos_token = "<1>"
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        "w1 $A <1>", None, [("w1", 1), ("<1>", tokenizer.eos_token_id)]
+    )
     hybrid = splice(model, PLAN)
     hybrid.generation_config.update(stop_strings=["x"], num_beams=4, temperature=0.5, eos_token_id=3)
     for format in ("hf", "patch"):
@@ -221,6 +225,7 @@ def test_what_a_base_brings_for_generating_does_not_matter_and_stays(tmp_path, i
         held = found.generation_config
         assert (held.stop_strings, held.num_beams, held.temperature, held.eos_token_id) == (["x"], 4, 0.5, 3)
         assert words.eos_token == "<1>"
+        assert words("w2")["input_ids"] == [1, 2, tokenizer.eos_token_id]
     assert not Export.read(tmp_path / "hf" / "export.json").base.hub
 
 
@@ -245,6 +250,18 @@ def test_the_licence_is_the_bases_as_far_as_its_card_can_be_read(tmp_path, card,
     found = find_origin(tmp_path / "base", tmp_path / "out")
     assert found.licence == licence
     assert found.place(tmp_path / "out") == str(tmp_path / "base")
+
+
+def test_a_hybrid_outlives_its_base(tmp_path, in_process):
+    base = write_base(tmp_path / "base")
+    (base / "README.md").write_text("---\nlicense: mit\n---\n")
+    export(*hybrid_of(base), tmp_path / "first", base=base)
+    base.rename(tmp_path / "moved")
+    for before, after in (("first", "second"), ("second", "third")):
+        place = Export.read(tmp_path / before / "export.json").base.place(tmp_path / before)
+        export(*load(tmp_path / before), tmp_path / after, base=place)
+        found = Export.read(tmp_path / after / "export.json").base
+        assert (found.name, found.licence, found.place(tmp_path / after)) == ("base", {"license": "mit"}, str(base))
 
 
 def change(folder):
@@ -282,6 +299,17 @@ def test_a_patch_is_its_hybrid_again(hybrid, base, tmp_path, in_process):
     assert changed_since_splice(joined) == ["backbone.layers.0.mixer.out_proj.weight"]
     size = sum(path.stat().st_size for path in (tmp_path / "patch").iterdir() if path.suffix == ".safetensors")
     assert size < 0.5 * (base / "model.safetensors").stat().st_size
+
+
+def test_a_patch_keeps_matrices_that_are_stored_twice(tmp_path, in_process):
+    """The configuration says tied, the folder holds two that differ: so does transformers not tie them."""
+    make_base("mamba2", dtype=torch.float32, tie_word_embeddings=True).save_pretrained(base := write_base(tmp_path / "base"))
+    weights = load_file(base / "model.safetensors")
+    weights["lm_head.weight"] = 2 * weights["backbone.embeddings.weight"]
+    save_file(weights, base / "model.safetensors", {"format": "pt"})
+    model, tokenizer = hybrid_of(base)
+    export(model, tokenizer, tmp_path / "patch", base=base, format="patch")
+    assert torch.equal(join_patch(tmp_path / "patch")[0](make_rows()).logits, model(make_rows()).logits)
 
 
 def test_a_patch_of_version_0_30_is_read(hybrid, base, tmp_path, in_process):

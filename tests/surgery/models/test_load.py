@@ -73,6 +73,17 @@ def test_a_tokenizer_of_another_model_is_refused(base: Path) -> None:
         load(base, tokenizer=str(TOKENIZER))
 
 
+def test_a_folder_that_was_saved_twice_and_a_token_that_was_added(base: Path, capsys: Any) -> None:
+    """Shards that one file has replaced leave their index behind."""
+    index = {"metadata": {}, "weight_map": {"backbone.embeddings.weight": "model-00001-of-00002.safetensors"}}
+    (base / "model.safetensors.index.json").write_text(json.dumps(index))
+    words = load(base).tokenizer
+    words.add_tokens([f"<{number}>" for number in range(60)])
+    words.save_pretrained(base)
+    load(base)
+    assert "have no embedding" in capsys.readouterr().err
+
+
 def test_a_model_of_no_family_comes_as_transformers_has_it(tmp_path: Path) -> None:
     config = GPT2Config(vocab_size=40, n_embd=16, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)
     model, _ = load(save(GPT2LMHeadModel(config), tmp_path / "gpt2"))

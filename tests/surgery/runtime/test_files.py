@@ -156,7 +156,7 @@ def test_a_failure_before_anything_is_written_leaves_nothing(tmp_path, there):
         folder.mkdir()
 
     def fail():
-        with open_output(folder) as output, output.new_folder("."):
+        with open_output(folder if there else folder / "of" / "runs") as output, output.new_folder("."):
             raise UserError("no")
 
     with pytest.raises(UserError):

@@ -118,6 +118,14 @@ def test_what_cannot_be_grafted_is_refused(name: str, sites: str, more: dict) ->
         splice(make_base(name), Plan(sites=sites, **more))
 
 
+def test_a_hybrid_in_the_code_of_its_folder_is_not_taken_for_a_base() -> None:
+    base = make_base("mamba2")
+    base.__class__ = type("Hybrid", (type(base),), {"__module__": "transformers_modules.folder.mamba2"})
+    base.config.grafts = [{"layer": 0}]
+    with pytest.raises(UserError, match=r"surgery\.load"):
+        adopt(base)
+
+
 def test_other_models_are_no_bases() -> None:
     llama = LlamaForCausalLM(LlamaConfig(vocab_size=20, hidden_size=16, num_hidden_layers=1, num_attention_heads=2))
     assert adopt(llama) is llama
