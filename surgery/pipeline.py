@@ -124,6 +124,8 @@ def check_tuning(model: Any, tokenizer: Any, recipe: Recipe) -> None:
 
 def check_bench(tokenizer: Any, recipe: Recipe) -> list[str]:
     """The names of all measurements. Raises UserError for questions, texts and tasks that cannot be measured."""
+    if "copy_cache" in recipe.bench.controls:
+        check_known(recipe.data.train_text, tokenizer)
     given = Given(tokenizer, recipe.bench.model_copy(update={"limit": 2}), recipe.data, recipe.seed)
     return [each.name for each in (*measurements(given), *harness_measurements(given))]
 

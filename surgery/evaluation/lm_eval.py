@@ -12,7 +12,7 @@ from surgery.errors import UserError
 from surgery.evaluation.suites import Given, Measurement, digest
 from surgery.models.tokens import without_end_token
 from surgery.records.record import installed_version
-from surgery.runtime.files import file_digest
+from surgery.runtime.files import file_digest, settings_digest
 
 METRICS = ("acc", "exact_match", "em", "f1", "contains", "acc_norm")  # the first that a task has
 
@@ -26,6 +26,7 @@ def harness_measurements(given: Given) -> list[Measurement]:
         raise UserError("bench.tasks needs lm-evaluation-harness: pip install 'lm_eval[hf]'")
     from lm_eval.tasks import TaskManager
 
+    without_end_token(given.tokenizer)  # which refuses what cannot be asked
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     names, folder = given.options.tasks, given.options.include_path
     if folder is not None and not Path(folder).is_dir():
@@ -51,7 +52,7 @@ def _measurement(given: Given, manager: Any, name: str) -> Measurement:
         first[:] = asked
         return scores
 
-    words = [given.tokenizer.name_or_path, given.tokenizer.get_vocab()]
+    words = [given.tokenizer.name_or_path, settings_digest(given.tokenizer.get_vocab())]
     seen = [name, installed_version("lm_eval"), options.task_limit, files, words]
     return Measurement(f"task.{name}", name, name, "accuracy", digest(seen), ask)
 

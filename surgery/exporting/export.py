@@ -149,7 +149,7 @@ def write_export(
             source = Path(hybrid.name_or_path).resolve()
             before = Export.read(source / RECORD)
             changed |= set(before.changed)
-            if not origin.hub and Path(place).name in ("unknown", before.base.name) and not Path(place).is_dir():  # it moved
+            if not origin.hub and Path(place).name == before.base.name and not Path(place).is_dir():  # it moved
                 path = before.base.path and os.path.relpath(source / before.base.path, home.resolve())
                 origin = before.base.model_copy(update={"path": path})
     if changed:

@@ -137,7 +137,7 @@ def _join(patch: Patch, weights: dict[str, Tensor], original: PreTrainedModel, f
     with torch.device("meta"):
         hybrid = family.hybrid(config)
     values = base.state_dict() | weights
-    stored = {*patch.base_tensors, *weights}  # tied matrices once; those that a folder holds twice are not tied
+    stored = {*patch.base_tensors, *weights} - set(patch.removed)  # tied matrices once; two that differ are not tied
     tied = {name: source for name, source in hybrid.all_tied_weights_keys.items() if name not in stored}
     values |= {name: values[source] for name, source in tied.items()}
     state = hybrid.state_dict()

@@ -375,8 +375,8 @@ def describe_circuit(ablator: Ablator, gather: Sequence[Costs], aggregate: Seque
 
     found = f"{listed(aggregate, 'aggregate')} at the query"
     them = "them" if len(aggregate) > 1 else "it"
-    left = f"accuracy falls from {accuracy()} to {accuracy(*((each, 'query') for each in aggregate))} without {them} there"
+    left = f"accuracy is {accuracy()}, without {them} there {accuracy(*((each, 'query') for each in aggregate))}"
     if not gather:
         return f"{found}, and nothing was found to gather; {left}."
     places = [(each, each.end) for each in gather]
-    return f"{listed(gather, 'gather')} at the ends of records; {found}; {left}, to {accuracy(*places)} without what gathers."
+    return f"{listed(gather, 'gather')} at the ends of records; {found}; {left}, without what gathers {accuracy(*places)}."

@@ -54,7 +54,8 @@ def lettered(
 
 @dataclass(frozen=True)
 class MultipleChoice:
-    """source, part: as for knowledge, and as there at most one question about each fact of a file. length: "word" or "long"."""
+    """source, part: as for knowledge; of a file, beyond planning and tuning, at most one question a fact. length: "word" or
+    "long"."""
 
     source: str = TOY
     part: Part | None = None
@@ -74,7 +75,8 @@ class MultipleChoice:
             raise UserError(f"{self.source}: multiple choice needs at least {len(LETTERS)} choices a fact")
         rng = random.Random(f"letters {seed}")
         pool = [(line.question or line.prompt, line.answer.strip(), tuple(c.strip() for c in line.choices)) for line in lines]
-        return [lettered(rng, *each) for each in rng.sample(pool, min(n, len(pool)))]
+        drawn = rng.choices(pool, k=n) if self.part == "tune" else rng.sample(pool, min(n, len(pool)))
+        return [lettered(rng, *each) for each in drawn]
 
 
 PROBE = MultipleChoice

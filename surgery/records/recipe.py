@@ -269,7 +269,7 @@ class Bench(Record):
     between: Annotated[int, Field(ge=0, le=100, strict=True)] = 0
     """Words between a key and its value in these dictionaries."""
     limit: Annotated[int, Field(ge=2, le=10**6, strict=True)] = 500
-    """Questions for each size and probe."""
+    """Questions for each size and probe; of a file of facts at most one about each."""
     windows: Count = 64
     """Windows of text for the loss."""
     window: Tokens = 256

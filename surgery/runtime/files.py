@@ -111,10 +111,12 @@ def check_output_file(out: str | Path, inputs: Iterable[str | Path], *, overwrit
     _check_writable(out.parent)
 
 
-def _check_writable(folder: Path) -> None:
-    """Raise UserError where nothing can be written to a folder, or to that in which it would be made."""
-    folder = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
+def _check_writable(folder: Path, make: bool = False) -> None:
+    """Raise UserError where nothing can be written to a folder, or to that in which it would be made. make: make it."""
     try:
+        if make:
+            folder.mkdir(parents=True, exist_ok=True)
+        folder = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(b"0")
             file.flush()
@@ -331,8 +333,7 @@ def open_output(
     if not is_main():
         return OutputFolder(path, None)
     new = [each for each in (path, *path.parents) if not each.exists()]
-    _check_writable(path)
-    path.mkdir(parents=True, exist_ok=True)
+    _check_writable(path, make=True)
     output = OutputFolder(path, _take_lock(path), new=new, empty=not present)
     try:
         if present:

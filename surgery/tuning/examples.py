@@ -8,7 +8,7 @@ import dataclasses
 import hashlib
 import random
 from collections.abc import Iterable, Sequence
-from itertools import accumulate, product
+from itertools import accumulate, permutations, product
 from pathlib import Path
 from typing import Any
 
@@ -45,39 +45,39 @@ class Example:
 
 
 def dictionary_example(
-    rng: random.Random, pairs: int, queries: int, keys: Any = "seen", between: int = 0, joint: bool = False
+    rng: random.Random, pairs: int, queries: int, keys: Any = "seen", between: int = 0, joint: bool = False, end: str = ""
 ) -> Example:
     """A dictionary, with at most `between` words between a key and its value, and at most `queries` questions about it. No key
-    is asked for twice: the second answer could be copied from the first, which is not what the probe measures."""
+    is asked for twice: the second answer could be copied from the first, which is not what the probe measures. end: a line
+    break that belongs to the answers, or nothing."""
     entries = draw_dictionary(rng, pairs, keys, joint)
     lines = (write_entry(rng, *entry, rng.randint(0, between) if between else 0) for entry in entries.items())
     head, spans = with_spans(OPENING, lines)
     places = dict(zip(entries, spans, strict=True))
     asked = rng.sample(list(entries), min(queries, pairs))
     return Example(
-        tuple(((head if i == 0 else "\n") + ask_value(key), entries[key], places[key]) for i, key in enumerate(asked))
+        tuple(
+            ((head if i == 0 else "\n".removeprefix(end)) + ask_value(key), entries[key] + end, places[key])
+            for i, key in enumerate(asked)
+        )
     )
 
 
-def question_example(question: Question) -> Example:
-    """A question with its right answer."""
+def question_example(question: Question, end: str = "") -> Example:
+    """A question with its right answer. end: what belongs to an answer that begins another choice."""
     evidence = None if question.evidence is None else question.spans[question.evidence]
-    return Example(((question.prompt, question.choices[question.answer], evidence),))
+    answer = question.choices[question.answer]
+    begun = any(choice != answer and choice.startswith(answer) for choice in question.choices)
+    return Example(((question.prompt, answer + end * begun, evidence),))
 
 
 def encode_examples(tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example], kind: str = "examples") -> Part:
-    """Rows whose targets are the answers, with the line break behind them where one number may begin another.
-
-    A piece is tokenised as the continuation of those before it, as the probes do it. Examples alone have evidence: in questions
-    about other skills the grafts are to find nothing.
-    """
+    """Rows whose targets are the answers. A piece is tokenised as the continuation of those before it, as the probes do it.
+    Examples alone have evidence: in questions about other skills the grafts are to find nothing."""
     rows: list[list[int]] = []
     targets: list[list[int]] = []
     found: list[list[tuple[int, tuple[int, int]]]] = []  # of each row: a position with a target, and its evidence
-    short, long = encode_continuations(tokenizer, [("bell:", "3"), ("bell:", "31")])
-    end = "\n" if 0 < len(short) < len(long) and long[: len(short)] == short else ""  # a digit is a token
-    pieces = [[(b.removeprefix(end) if i else b, answer + end) for i, (b, answer, _) in enumerate(e.pieces)] for e in examples]
-    flat = [[text for piece in each for text in divided(*piece)] for each in pieces]
+    flat = [[text for before, answer, _ in each.pieces for text in divided(before, answer)] for each in examples]
     first = encode_prompts(tokenizer, [texts[0] for texts in flat])
     befores = [list(accumulate(texts)) for texts in flat]
     later = [
@@ -134,6 +134,9 @@ class ExampleSource:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, options: Tune, seed: int):
         """Raises UserError for examples that cannot be made, at all combinations of the ends of their ranges."""
         self.tokenizer, self.options, self.seed = tokenizer, options, seed
+        numbers = encode_continuations(tokenizer, [("bell:", str(number)) for number in range(100)])
+        begun = any(a != b and b[: len(a)] == a for a, b in permutations(numbers, 2))
+        self.end = "\n" if begun else ""  # a digit is a token, and the score of "3" is that of its line (probes/encoded.py)
         has_evidence = not options.hints or options.bigram_weight > 0
         for entry in options.examples:
             if entry.queries is not None and entry.probe != "kv":
@@ -162,10 +165,10 @@ class ExampleSource:
         if entry.probe == "kv":
             queries = entry.queries or QUERIES
             options = {name: drawn[name] for name in ("between", "joint") if name in drawn}
-            examples = [dictionary_example(rng, drawn["pairs"], queries, **options) for _ in range(count)]
+            examples = [dictionary_example(rng, drawn["pairs"], queries, end=self.end, **options) for _ in range(count)]
         else:
             probe = make_probe(entry.probe, self.tokenizer, **training_options(entry.probe, drawn))
-            examples = [question_example(question) for question in draw_questions(probe, count, rng)]
+            examples = [question_example(question, self.end) for question in draw_questions(probe, count, rng)]
         return encode_examples(self.tokenizer, examples)
 
 

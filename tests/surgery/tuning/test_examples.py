@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from surgery.errors import UserError
 from surgery.probes import make_probe
 from surgery.probes.kv import ask_value
+from surgery.probes.question import Question
 from surgery.probes.toy import key_words
 from surgery.records.recipe import Data, Examples, Hints
 from surgery.tuning.examples import (
@@ -42,12 +43,18 @@ def test_targets_of_dictionaries_are_the_values_that_are_asked_for() -> None:
 def test_the_line_break_is_taught_where_one_value_may_begin_another() -> None:
     letters = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(sorted({*string.printable}))}, merges=[]))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=letters)
-    part = encode_examples(tokenizer, [example := dictionary_example(random.Random(0), 20, 3)])
-    is_target = part.targets[0] != IGNORE
-    written = "".join(map(tokenizer.convert_ids_to_tokens, part.targets[0][is_target].tolist()))
-    assert written == "".join(f"{answer}\n" for _, answer, _ in example.pieces)
-    whole = "".join(before + answer for before, answer, _ in example.pieces)
-    assert "".join(map(tokenizer.convert_ids_to_tokens, part.ids[0].tolist())) == f"{whole}\n"
+    end = ExampleSource(tokenizer, few_steps(), 0).end
+    assert (end, ExampleSource(TOKENIZER, few_steps(), 0).end) == ("\n", "")
+    examples = [dictionary_example(random.Random(0), 20, 3, end=end), question_example(Question("a:", ("3", "31"), 0), end)]
+    for row, example in enumerate(examples):
+        part = encode_examples(tokenizer, [example])
+        written = "".join(map(tokenizer.convert_ids_to_tokens, part.targets[0][part.targets[0] != IGNORE].tolist()))
+        assert written == "".join(answer for _, answer, _ in example.pieces) == ("3\n" if row else written)
+        assert written.count("\n") == len(example.pieces)
+        assert part.ids.shape[1] == sum(len(before + answer) for before, answer, _ in example.pieces)
+    plain = dictionary_example(random.Random(0), 20, 3)
+    assert "".join(b + a for b, a, _ in plain.pieces) + "\n" == "".join(b + a for b, a, _ in examples[0].pieces)
+    assert question_example(Question("a:", ("3", "31"), 1), end).pieces[0][1] == "31"
 
 
 @pytest.mark.parametrize("probe", ["kv", "mqar", "choice"])
