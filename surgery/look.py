@@ -25,7 +25,7 @@ from surgery.locating.roles import find_roles
 from surgery.modeling import family_of
 from surgery.modeling.graft import ChannelGraft
 from surgery.models.anatomy import anatomy
-from surgery.models.digests import fingerprint
+from surgery.models.digests import fingerprint, tokenizer_digest
 from surgery.probes import make_probe
 from surgery.probes.encoded import encode
 from surgery.probes.question import Question
@@ -156,7 +156,7 @@ def look(
     numbers are not finite, and for a text that is too short.
     """
     print_ = fingerprint(model)
-    words = settings_digest(tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else tokenizer.get_vocab())
+    words = tokenizer_digest(tokenizer)
     read = None if text is None else file_digest(text)
     key = [print_, installed_version("mamba-surgery"), seed, read, words, model.device.type]
     kept = cache_folder("look") / f"{settings_digest(key)}.json"

@@ -17,7 +17,7 @@ from surgery.exporting.export import check_export, write_export
 from surgery.locating.attribution import graft_mixers
 from surgery.locating.locate import locate
 from surgery.locating.nulls import null_logits
-from surgery.models.digests import fingerprint
+from surgery.models.digests import fingerprint, tokenizer_digest
 from surgery.models.load import find_folder, load
 from surgery.planning.choose import choose, make_plan, read_plain_text
 from surgery.probes import make_probe, training_options
@@ -29,7 +29,7 @@ from surgery.records.record import Record, provenance
 from surgery.records.report import Report
 from surgery.records.site import Site
 from surgery.report.page import write_report
-from surgery.runtime.files import RECIPE, OutputFolder, file_digest, open_output, settings_digest
+from surgery.runtime.files import RECIPE, OutputFolder, file_digest, open_output
 from surgery.runtime.processes import is_main, on_main
 from surgery.runtime.progress import say
 from surgery.splicing.splice import adopt, splice
@@ -69,7 +69,7 @@ def run(
         )
         # What every stage depends on: the weights, the contents of files, the seed.
         print_ = fingerprint(base)
-        words = settings_digest(tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else tokenizer.get_vocab())
+        words = tokenizer_digest(tokenizer)
         known = [print_, words, {str(path): file_digest(path) for path in recipe.data_files()}, recipe.seed]
         located = [*known, recipe.locate.model_dump(), recipe.plan.kind, recipe.plan.share, recipe.data.model_dump()]
         planned = [*located, recipe.plan.model_dump(), max(recipe.bench.pairs) if recipe.plan.heads == "auto" else None]

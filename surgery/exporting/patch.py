@@ -23,6 +23,7 @@ from surgery.errors import UserError
 from surgery.exporting.origin import Origin, find_origin
 from surgery.exporting.tokenizer import save_tokenizer
 from surgery.modeling import family_of
+from surgery.models.digests import tokenizer_digest
 from surgery.models.load import as_dtype, load, read_tokenizer
 from surgery.records.record import Record
 from surgery.runtime.files import file_digest
@@ -73,8 +74,7 @@ def write_patch(
     if not any(name in after and name not in changed for name, tensor in before.items() if tensor.dim() > 1):
         raise UserError(f"none of the hybrid's weight matrices is one of {base}; name its base with --base")
     save_file(changed, folder / WEIGHTS, metadata={"format": "pt"})
-    cut = [each.backend_tokenizer.to_str() if each.is_fast else each.get_vocab() for each in (words, tokenizer)]
-    if cut[0] != cut[1] or OF_TOKENIZER(words) != OF_TOKENIZER(tokenizer):
+    if tokenizer_digest(words) != tokenizer_digest(tokenizer) or OF_TOKENIZER(words) != OF_TOKENIZER(tokenizer):
         save_tokenizer(tokenizer, folder)
     hybrid.generation_config.to_json_file(folder / "generation_config.json", keys_to_pop=["compile_config"])
     theirs, fields = original.config.to_dict(), hybrid.config.to_dict()

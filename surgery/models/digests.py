@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from surgery.modeling import family_of
+from surgery.runtime.files import settings_digest
 
 THREADS = 4  # hashing lets other threads run
 # Fields of a configuration about files, generation, training from scratch, or the classes around the model.
@@ -39,6 +40,15 @@ def fingerprint(model: Any) -> str:
         for line in threads.map(lambda name: describe(name, tensors[name], model), tensors):
             total.update(line.encode())
     return total.hexdigest()
+
+
+def tokenizer_digest(tokenizer: Any) -> str:
+    """sha256 of how a tokenizer divides text: vocabulary, normaliser, special tokens. What a call may set and leave, truncation
+    and padding, is no part of it."""
+    if not tokenizer.is_fast:
+        return settings_digest(tokenizer.get_vocab())
+    settings = json.loads(tokenizer.backend_tokenizer.to_str())
+    return settings_digest({name: value for name, value in settings.items() if name not in ("truncation", "padding")})
 
 
 def function_of(config: Any) -> dict[str, Any]:
