@@ -4,10 +4,12 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers.normalizers import Lowercase
 from transformers import AutoModelForCausalLM
 
-from surgery.models.digests import fingerprint
+from surgery.models.digests import fingerprint, tokenizer_digest
 from surgery.splicing.splice import adopt, unsplice
+from tests.surgery.exporting.folders import make_tokenizer
 from tests.surgery.modeling import bases, stock_bases
 
 NAMES = pytest.mark.parametrize("name", ["mamba2", "llamba", "jamba", "zamba2", "olmo_hybrid"])
@@ -52,3 +54,11 @@ def test_whatever_changes_the_function_changes_the_fingerprint(name: str) -> Non
     hybrid.config.use_cache, hybrid.config.eos_token_id = False, 7
     look()
     assert len(seen) == 5
+
+
+def test_a_tokenizer_is_known_by_how_it_divides_text() -> None:
+    known, other = tokenizer_digest(words := make_tokenizer()), make_tokenizer()
+    words(["w1", "w1 w2"], padding=True, truncation=True, max_length=2)
+    other.backend_tokenizer.normalizer = Lowercase()
+    assert tokenizer_digest(words) == known != tokenizer_digest(other)
+    assert words.get_vocab() == other.get_vocab()
